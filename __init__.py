@@ -1,0 +1,31 @@
+"""Ringcast: an LLM inference and serving engine built of actors, shared-memory rings and a paged KV cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .frontend.async_llm import AsyncLLM
+    from .frontend.llm import LLM
+    from .frontend.outputs import CompletionOutput, RequestOutput
+    from .mq.sampling_params import SamplingParams
+
+_HOMES = {
+    "LLM": "ringcast.frontend.llm",
+    "AsyncLLM": "ringcast.frontend.async_llm",
+    "CompletionOutput": "ringcast.frontend.outputs",
+    "RequestOutput": "ringcast.frontend.outputs",
+    "SamplingParams": "ringcast.mq.sampling_params",
+}
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ringcast' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

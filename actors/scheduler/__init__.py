@@ -1,0 +1,1 @@
+"""The scheduler: who runs in the next step, on which KV blocks."""

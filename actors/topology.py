@@ -1,0 +1,76 @@
+"""The process graph: which actors there are, how many, and who talks to whom. The only place that knows it.
+
+A row names the actor's class by dotted string, so that nothing is imported before its own process needs it. An edge goes
+from every instance of its source to the instances of its target: "each" gives every pair a channel of its own,
+"broadcast" gives every source one channel that all targets read. `channels()` writes the graph out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ActorRow(msgspec.Struct, frozen=True):
+    """kind: the actor's name; target: "module:class" of its shell; option: where its count comes from, if not 1."""
+
+    kind: str
+    target: str
+    start_order: int  # actors end in the reverse of this order
+
+
+class EdgeRow(msgspec.Struct, frozen=True):
+    source: str
+    target: str
+    messages: str  # the union in mq/messages.py
+    fan: Literal["each", "broadcast"] = "each"
+
+
+ACTORS = (
+    ActorRow("worker", "ringcast.actors.worker:Worker", 0),
+    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", 1),
+    ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", 2),
+    ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer", 3),
+    ActorRow("client", "ringcast.frontend.http.actor:ApiServer", 4),
+)
+
+EDGES = (
+    EdgeRow("client", "tokenizer", "ClientToTokenizer"),
+    EdgeRow("tokenizer", "client", "TokenizerToClient"),
+    EdgeRow("tokenizer", "scheduler", "TokenizerToScheduler"),
+    EdgeRow("scheduler", "worker", "SchedulerToWorker", "broadcast"),
+    EdgeRow("worker", "scheduler", "WorkerToScheduler"),
+    EdgeRow("scheduler", "detokenizer", "SchedulerToDetokenizer"),
+    EdgeRow("detokenizer", "scheduler", "DetokenizerToScheduler"),
+    EdgeRow("detokenizer", "client", "DetokenizerToClient"),
+)
+
+
+class Channel(msgspec.Struct, frozen=True):
+    """One channel of a topology: its writer and its readers, as instance names ("tokenizer.0")."""
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    messages: str
+
+
+def instances(counts: dict[str, int]) -> list[str]:
+    """All actors' names, in starting order."""
+    rows = sorted(ACTORS, key=lambda row: row.start_order)
+    return [f"{row.kind}.{i}" for row in rows for i in range(counts.get(row.kind, 1))]
+
+
+def channels(counts: dict[str, int]) -> list[Channel]:
+    """Every channel of a topology with so many instances of each kind (1 where not said)."""
+    out: list[Channel] = []
+    for edge in EDGES:
+        targets = [f"{edge.target}.{i}" for i in range(counts.get(edge.target, 1))]
+        for i in range(counts.get(edge.source, 1)):
+            source = f"{edge.source}.{i}"
+            if edge.fan == "broadcast":
+                out.append(Channel(f"{source}>{edge.target}s", source, tuple(targets), edge.messages))
+            else:
+                out += [Channel(f"{source}>{t}", source, (t,), edge.messages) for t in targets]
+    return out

@@ -1,0 +1,1 @@
+"""How one step runs: runners, models, layers, attention, sampling. Only workers import this."""

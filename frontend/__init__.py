@@ -1,0 +1,1 @@
+"""What people touch: LLM and AsyncLLM, the HTTP server, the command line."""

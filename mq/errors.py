@@ -1,0 +1,84 @@
+"""Every exception that Ringcast raises on purpose.
+
+    RingcastError
+    ├── InvalidRequestError (ValueError)   a request that can't be served as asked: HTTP 400
+    │   └── UnknownModelError              no such model here: HTTP 404
+    ├── ConfigError (ValueError)           options that can't work, before anything starts
+    │   └── ModelLoadError                 weights, config or tokenizer missing, truncated or of an unknown kind
+    ├── OverloadedError                    refused for now, try later: HTTP 503
+    ├── RequestFailedError                 an accepted request failed inside the engine: HTTP 500
+    ├── EngineDeadError                    an actor died; the message ends with the child's own traceback
+    └── ChannelError
+        ├── ChannelTimeout                 a deadline passed in send or receive; names the edge and who is slow
+        ├── ChannelClosed                  this end was closed
+        ├── PeerDeadError                  the other end is gone, and nothing it sent is left to read
+        └── CorruptRecordError             what was read is not what was written
+"""
+
+
+class RingcastError(Exception):
+    """The root of the tree."""
+
+
+class InvalidRequestError(RingcastError, ValueError):
+    """The user's mistake in one request. `param` is the field's name as the user wrote it."""
+
+    status = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(InvalidRequestError):
+    status = 404
+
+
+class ConfigError(RingcastError, ValueError):
+    """The user's mistake in the options."""
+
+
+class ModelLoadError(ConfigError):
+    """The model's files can't be served."""
+
+
+class OverloadedError(RingcastError):
+    status = 503
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestFailedError(RingcastError):
+    status = 500
+
+
+class EngineDeadError(RingcastError):
+    """An actor died. `traceback` is the child's own text, to its last line."""
+
+    status = 500
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(f"{message}\n{traceback}" if traceback else message)
+        self.traceback = traceback
+
+
+class ChannelError(RingcastError):
+    """Something about a channel between two actors."""
+
+
+class ChannelTimeout(ChannelError):  # noqa: N818 - named for what happened, like TimeoutError
+    pass
+
+
+class ChannelClosed(ChannelError):  # noqa: N818
+    pass
+
+
+class PeerDeadError(ChannelError):
+    pass
+
+
+class CorruptRecordError(ChannelError):
+    pass

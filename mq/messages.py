@@ -1,0 +1,417 @@
+"""Everything that actors ever say, and nothing else. A reader of this file knows the whole conversation.
+
+One request's way, with the edge (actors/topology.py) that carries each message:
+
+    client -> tokenizer       Generate, Abort
+    tokenizer -> client       Rejected                      (the request goes no further)
+    tokenizer -> scheduler    AddRequest, AbortRequest      (in order: an abort can't overtake its request)
+    scheduler -> workers      StepPlan                      (broadcast; only what changed)
+    worker -> scheduler       WorkerReady, StepOutput       (only the output rank answers a step)
+    scheduler -> detokenizer  OpenStream, StreamStep
+    detokenizer -> scheduler  StopStream                    (a stop string was found)
+    detokenizer -> client     Chunks                        (the last chunk of a choice carries its Finish)
+
+A *client* is whatever holds the ledger of requests: an API server, or the process that made an `LLM`.
+A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine: a number that
+the scheduler gives out. An *incarnation* counts how often a request has been handed to an engine, so that
+late results of an older one are recognised and dropped.
+
+Arrays travel as raw little-endian bytes: see `codec.pack` and `codec.ints`. `i32[N]` below is such a field.
+Every time is `time.monotonic()` in seconds (one host, one clock).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The base of all wire types."""
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ErrorInfo(Message):
+    """An error as a client may see it: HTTP status, OpenAI error type, and the field at fault."""
+
+    message: str
+    status: int = 400
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+# --- client -> tokenizer ------------------------------------------------------------------------
+
+
+class TextPrompt(Message, tag="text"):
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokensPrompt(Message, tag="tokens"):
+    token_ids: bytes  # i32[N]
+
+
+class ChatPrompt(Message, tag="chat"):
+    """Messages for the model's chat template, as the JSON array that the user sent."""
+
+    messages: bytes
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    template_kwargs: bytes = b"{}"
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+class OutputSpec(Message):
+    """How a request's output is to be rendered by the detokenizer, and for whom.
+
+    form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render each delta
+        into `Chunk.data` as the bytes of one server-sent event of OpenAI's chat.completion.chunk or text_completion.
+    delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end.
+    index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP request).
+    null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
+    """
+
+    client: int
+    form: Literal["raw", "chat", "completion"] = "raw"
+    delta: bool = False
+    response_id: str = ""
+    model: str = ""
+    created: int = 0
+    index_offset: int = 0
+    null_usage: bool = False
+
+
+class Generate(Message, tag="generate"):
+    """A new request. `params.seed` is set: the client draws one where the user gave none."""
+
+    request_id: str
+    incarnation: int
+    prompt: Prompt
+    params: SamplingParams
+    output: OutputSpec
+    arrival: float
+    cache_salt: str = ""
+
+
+class Abort(Message, tag="abort"):
+    """End a request. Answered by the Finish("abort") of each choice still open, or by nothing if none is."""
+
+    request_id: str
+    incarnation: int
+
+
+ClientToTokenizer = Generate | Abort
+
+
+# --- tokenizer -> client, tokenizer -> scheduler ------------------------------------------------
+
+
+class Rejected(Message, tag="rejected"):
+    """The terminal message of a request that the tokenizer refused. The scheduler never hears of it."""
+
+    request_id: str
+    incarnation: int
+    error: ErrorInfo
+
+
+TokenizerToClient = Rejected
+
+
+class AddRequest(Message, tag="add"):
+    """A tokenised request. `params.max_tokens` is resolved against the context length."""
+
+    request_id: str
+    incarnation: int
+    prompt_token_ids: bytes  # i32[num_prompt_tokens]
+    params: SamplingParams
+    output: OutputSpec
+    arrival: float
+    cache_salt: str = ""
+
+
+class AbortRequest(Message, tag="abort"):
+    request_id: str
+    incarnation: int
+
+
+TokenizerToScheduler = AddRequest | AbortRequest
+
+
+# --- scheduler <-> workers ----------------------------------------------------------------------
+
+
+class NewSequence(Message):
+    """A sequence that enters the workers' batch at `row`, for the first time or again after preemption.
+
+    token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens` have their KV in
+    `block_ids` already; the rest is computed by this and later steps as StepPlan.num_tokens says.
+    `params.seed` and `choice` are the key of the sequence's random draws.
+    """
+
+    row: int
+    request_id: str
+    choice: int
+    token_ids: bytes  # i32[num_known]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: bytes  # i32[num_blocks]
+    params: SamplingParams
+
+
+class StepPlan(Message, tag="plan"):
+    """One step, as a delta to the batch that every worker keeps. Applied in the order of the fields.
+
+    removed: rows that leave the batch (finished, aborted, preempted); a row may be given out again in `new`.
+    new: sequences that enter.
+    block_rows, block_ids: block_ids[i] is appended to the block table of row block_rows[i].
+    copy_from, copy_to: whole KV blocks copied before the forward pass (copy-on-write of forks).
+    rows, num_tokens: the sequences of this step and how many of their next tokens each computes. A row whose
+        computed tokens reach its known tokens by this is sampled: its new token is appended to it by the worker,
+        and answered in StepOutput. A decode step is num_tokens == 1.
+    An empty plan (no rows) only updates the batch, and is answered with an empty StepOutput.
+    """
+
+    step: int
+    removed: bytes  # i32[R]
+    new: list[NewSequence]
+    block_rows: bytes  # i32[A]
+    block_ids: bytes  # i32[A]
+    copy_from: bytes  # i32[C]
+    copy_to: bytes  # i32[C]
+    rows: bytes  # i32[B]
+    num_tokens: bytes  # i32[B]
+
+
+SchedulerToWorker = StepPlan
+
+
+class WorkerReady(Message, tag="ready"):
+    """The worker has loaded its model and has room for this many KV blocks (block 0 included; see kv_cache.py)."""
+
+    rank: int
+    num_blocks: int
+    block_size: int
+
+
+class TokenLogprobs(Message):
+    """Log-probabilities of M of the tokens of a step, K + 1 wide: the chosen token, then the K likeliest.
+
+    index[m] is the place in the message's token arrays that row m speaks of. Columns beyond what a request asked
+    for hold token id -1. rank is 1 for the likeliest token. Taken from the distribution before temperature,
+    top-k, top-p and min-p (as vLLM's "raw_logprobs").
+    """
+
+    width: int  # K + 1
+    index: bytes  # i32[M]
+    token_ids: bytes  # i32[M, K + 1]
+    logprobs: bytes  # f32[M, K + 1]
+    rank: bytes  # i32[M]
+
+
+class StepOutput(Message, tag="output"):
+    """What a step sampled: token_ids[i] is the new token of rows[i]. Rows that were not sampled are not in it."""
+
+    step: int
+    rows: bytes  # i32[S]
+    token_ids: bytes  # i32[S]
+    logprobs: TokenLogprobs | None = None
+    seconds: float = 0.0  # spent by the worker on this step
+
+
+WorkerToScheduler = WorkerReady | StepOutput
+
+
+# --- scheduler <-> detokenizer ------------------------------------------------------------------
+
+
+class OpenStream(Message, tag="open"):
+    """Choice `choice` of a request will speak as `stream`. Sent for each choice before its first StreamStep."""
+
+    stream: int
+    request_id: str
+    incarnation: int
+    choice: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    output: OutputSpec
+
+
+class StreamEnd(Message):
+    """The last the scheduler says of a stream; the detokenizer forgets it after this.
+
+    num_tokens: output tokens that count, the EOS or stop token included. Where the detokenizer itself ended the
+        stream by a stop string, this only acknowledges it.
+    stop_reason: the stop token id, where one was found that is not an EOS id.
+    """
+
+    stream: int
+    reason: FinishReason
+    num_tokens: int
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: ErrorInfo | None = None
+
+
+class StreamStep(Message, tag="step"):
+    """The new tokens of one step for all of this detokenizer's streams, then the streams that end with it."""
+
+    streams: bytes  # i32[S]
+    token_index: bytes  # i32[S]: place of the token in its choice's output, from 0
+    token_ids: bytes  # i32[S]
+    ends: list[StreamEnd] = []
+    logprobs: TokenLogprobs | None = None
+
+
+SchedulerToDetokenizer = OpenStream | StreamStep
+
+
+class StopStream(Message, tag="stop"):
+    """A stop string was found: the output ends after `num_tokens` tokens. Answered by the stream's StreamEnd."""
+
+    stream: int
+    num_tokens: int
+
+
+DetokenizerToScheduler = StopStream
+
+
+# --- detokenizer -> client ----------------------------------------------------------------------
+
+
+class Finish(Message):
+    """The one terminal message of a choice."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    stop_reason: int | str | None = None
+    error: ErrorInfo | None = None
+
+
+class Chunk(Message):
+    """New output of one choice. The tokens in it are first_index .. first_index + len(token_ids).
+
+    text is only the new text; `data` the rendered event (see OutputSpec.form), with nothing for chunks that have
+    neither text nor finish. logprobs.index counts from this chunk's first token; `logprob_tokens` holds the text bytes
+    of each of logprobs.token_ids in row order (None where the id is -1).
+    """
+
+    request_id: str
+    incarnation: int
+    choice: int
+    first_index: int
+    token_ids: bytes  # i32[T]
+    text: str = ""
+    data: bytes = b""
+    finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
+    logprob_tokens: list[bytes | None] = []
+
+
+class Chunks(Message, tag="chunks"):
+    chunks: list[Chunk]
+
+
+DetokenizerToClient = Chunks
+
+
+# --- control: supervisor <-> every actor (a socket pair that is also the lifeline) ---------------
+
+
+class Progress(Message, tag="progress"):
+    """How far a slow start has come, for progress bars."""
+
+    what: str
+    done: int
+    total: int
+
+
+class ActorReady(Message, tag="ready"):
+    """This actor does its work from now on. `details` are shown to the user (for a worker: dtype, blocks, ...)."""
+
+    details: dict[str, str | int | float] = {}
+
+
+class ActorFailed(Message, tag="failed"):
+    """Sent last by an actor that ends with an exception."""
+
+    error: str
+    traceback: str
+    user_error: bool = False
+
+
+class Drained(Message, tag="drained"):
+    """A client has no request left, after BeginDrain."""
+
+
+class StatusRequest(Message, tag="status?"):
+    pass
+
+
+class Statistics(Message, tag="statistics"):
+    """A few named numbers that an actor publishes about itself, about once a second while it works."""
+
+    values: dict[str, float]
+
+
+ActorToSupervisor = Progress | ActorReady | ActorFailed | Drained | StatusRequest | Statistics
+
+
+class BeginDrain(Message, tag="drain"):
+    """Accept nothing new; answer Drained when all that runs has ended, or abort it at the deadline."""
+
+    timeout: float
+
+
+class Shutdown(Message, tag="shutdown"):
+    """End now: close channels and exit 0."""
+
+
+class PeerDied(Message, tag="peer_died"):
+    """An actor this one depends on has died: whatever waits for it fails with this text."""
+
+    actor: str
+    error: str
+    traceback: str
+
+
+class ActorStatus(Message):
+    name: str
+    pid: int
+    state: str
+    cpu_seconds: float
+    rss_bytes: int
+    restarts: int
+
+
+class EdgeStatus(Message):
+    name: str
+    capacity: int
+    used: int
+    records: int
+
+
+class Status(Message, tag="status"):
+    actors: list[ActorStatus]
+    edges: list[EdgeStatus]
+    statistics: dict[str, float]
+
+
+class TopologyReady(Message, tag="topology_ready"):
+    """Every actor is ready (to the client that is not the supervisor's child: the process of an `LLM`)."""
+
+    details: dict[str, str | int | float] = {}
+
+
+SupervisorToActor = BeginDrain | Shutdown | PeerDied | Status | TopologyReady | Progress
