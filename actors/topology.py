@@ -13,11 +13,10 @@ import msgspec
 
 
 class ActorRow(msgspec.Struct, frozen=True):
-    """kind: the actor's name; target: "module:class" of its shell; option: where its count comes from, if not 1."""
+    """kind: the actor's name; target: "module:class" of its shell."""
 
     kind: str
     target: str
-    start_order: int  # actors end in the reverse of this order
 
 
 class EdgeRow(msgspec.Struct, frozen=True):
@@ -27,12 +26,13 @@ class EdgeRow(msgspec.Struct, frozen=True):
     fan: Literal["each", "broadcast"] = "each"
 
 
+# In starting order: the slowest to become ready comes first.
 ACTORS = (
-    ActorRow("worker", "ringcast.actors.worker:Worker", 0),
-    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", 1),
-    ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", 2),
-    ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer", 3),
-    ActorRow("client", "ringcast.frontend.http.actor:ApiServer", 4),
+    ActorRow("worker", "ringcast.actors.worker:Worker"),
+    ActorRow("client", "ringcast.frontend.http.actor:ApiServer"),
+    ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer"),
+    ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer"),
+    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler"),
 )
 
 EDGES = (
@@ -58,8 +58,12 @@ class Channel(msgspec.Struct, frozen=True):
 
 def instances(counts: dict[str, int]) -> list[str]:
     """All actors' names, in starting order."""
-    rows = sorted(ACTORS, key=lambda row: row.start_order)
-    return [f"{row.kind}.{i}" for row in rows for i in range(counts.get(row.kind, 1))]
+    return [f"{row.kind}.{i}" for row in ACTORS for i in range(counts.get(row.kind, 1))]
+
+
+def target(kind: str) -> str:
+    """Where the shell of this kind of actor lives, as "module:class"."""
+    return next(row.target for row in ACTORS if row.kind == kind)
 
 
 def channels(counts: dict[str, int]) -> list[Channel]:

@@ -355,8 +355,14 @@ class Drained(Message, tag="drained"):
     """A client has no request left, after BeginDrain."""
 
 
+class Listening(Message, tag="listening"):
+    """A client answers TopologyReady: it now takes requests, at `address`."""
+
+    address: str
+
+
 class StatusRequest(Message, tag="status?"):
-    pass
+    """Asks for a Status."""
 
 
 class Statistics(Message, tag="statistics"):
@@ -365,7 +371,9 @@ class Statistics(Message, tag="statistics"):
     values: dict[str, float]
 
 
-ActorToSupervisor = Progress | ActorReady | ActorFailed | Drained | StatusRequest | Statistics
+ActorToSupervisor = (
+    Progress | ActorReady | ActorFailed | Listening | Drained | StatusRequest | Statistics
+)
 
 
 class BeginDrain(Message, tag="drain"):
@@ -379,11 +387,12 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class PeerDied(Message, tag="peer_died"):
-    """An actor this one depends on has died: whatever waits for it fails with this text."""
+    """An actor has died: whatever waits for it fails with this text. Clients answer Drained."""
 
     actor: str
     error: str
     traceback: str
+    user_error: bool = False
 
 
 class ActorStatus(Message):
@@ -409,9 +418,27 @@ class Status(Message, tag="status"):
 
 
 class TopologyReady(Message, tag="topology_ready"):
-    """Every actor is ready (to the client that is not the supervisor's child: the process of an `LLM`)."""
+    """To clients: every actor is ready, open the door. `details` are those of the workers' ActorReady."""
 
     details: dict[str, str | int | float] = {}
 
 
-SupervisorToActor = BeginDrain | Shutdown | PeerDied | Status | TopologyReady | Progress
+class Attach(Message, tag="attach"):
+    """To the client that is the process of an `LLM`, not the supervisor's child: its ends of the channels.
+
+    endpoints is a MessagePack list of mq.endpoint.Endpoint; their descriptors come along (SCM_RIGHTS), in order.
+    """
+
+    endpoints: bytes
+
+
+class ActorProgress(Message, tag="actor_progress"):
+    """An actor's Progress, passed on to the process of an `LLM`."""
+
+    actor: str
+    progress: Progress
+
+
+SupervisorToActor = (
+    BeginDrain | Shutdown | PeerDied | Status | TopologyReady | Attach | ActorProgress
+)

@@ -1,0 +1,117 @@
+"""The shell around a core: one process, one event loop, its channels, its control connection, its end.
+
+A subclass says which core it has (`make_core`); clients, which have an outside world of their own, override more.
+The shell's life: open channels, `start`, ActorReady, then messages until Shutdown or until the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import uvloop
+
+from ..mq import messages
+from .boot import Boot
+from .control import Control
+from .core import Core, Send
+from .links import Links
+
+STATISTICS_SECONDS = 1.0
+
+
+class Actor:
+    """An asyncio actor. Raises out of `run` whatever broke it; the process's entry reports that to the supervisor."""
+
+    def __init__(self, boot: Boot, control: Control) -> None:
+        self.boot = boot
+        self.control = control
+        self.core: Core | None = None
+        self.links: Links
+
+    def run(self) -> None:
+        uvloop.run(self._main())
+
+    def make_core(self) -> Core:
+        raise NotImplementedError
+
+    async def start(self) -> dict[str, str | int | float]:
+        """Get ready for work; what it returns is shown to the user."""
+        self.core = self.make_core()
+        return {}
+
+    def on_batch(self, batch: list[tuple[str, Any]]) -> None:
+        """Act on messages that arrived together."""
+        core = self.core
+        assert core is not None
+        now = time.monotonic()
+        for source, message in batch:
+            self.send_all(core.handle(source, message, now))
+        self.send_all(core.flush(now))
+
+    def on_control(self, message: Any) -> None:
+        """Act on a message of the supervisor."""
+        if isinstance(message, messages.Shutdown):
+            self.stop()
+
+    async def end(self) -> None:
+        """Put away what `start` made."""
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Leave `run`, by raising `error` if there is one."""
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def send_all(self, effects: Any) -> None:
+        send: Send
+        for send in effects:
+            self.links.send(send.to, send.message)
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        # An exception in a callback (a core's broken invariant) ends the actor instead of being logged and forgotten.
+        loop.set_exception_handler(lambda _, context: self.stop(_exception_of(context)))
+        self.links = Links(self.boot.endpoints, self.on_batch)
+        loop.add_reader(self.control.fileno(), self._read_control)
+        try:
+            details = await self.start()
+            self.links.start()
+            self.control.send(messages.ActorReady(details))
+            async with asyncio.TaskGroup() as tasks:
+                statistics = tasks.create_task(self._publish_statistics())
+                try:
+                    await self._ended
+                finally:
+                    statistics.cancel()
+        finally:
+            loop.remove_reader(self.control.fileno())
+            await self.end()
+            self.links.close()
+
+    def _read_control(self) -> None:
+        try:
+            while (packet := self.control.receive()) is not None:
+                self.on_control(packet[0])
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(self.control.fileno())
+            self.stop()
+
+    async def _publish_statistics(self) -> None:
+        last: dict[str, float] = {}
+        while self.core is not None:
+            values = self.core.statistics()
+            if values != last:
+                self.control.send(messages.Statistics(values))
+                last = values
+            await asyncio.sleep(STATISTICS_SECONDS)
+
+
+def _exception_of(context: dict[str, Any]) -> BaseException:
+    error = context.get("exception")
+    return error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))

@@ -1,0 +1,82 @@
+"""What an actor's process is told at birth, and the process's first lines.
+
+    python -P -m ringcast.actors.boot FD
+
+reads a Boot as MessagePack from the inherited descriptor FD, binds itself to its parent's life, imports its actor and runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from ..mq import messages
+from ..mq.config import EngineConfig, ModelSpec, ServerConfig
+from ..mq.endpoint import Endpoint
+from ..mq.errors import ConfigError
+from .control import Control, shorten
+from .linux import die_with_parent
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """actor: the instance's name ("tokenizer.0"); target: "module:class" of its shell; counts: instances of each kind."""
+
+    actor: str
+    target: str
+    parent_pid: int
+    control_fd: int
+    engine: EngineConfig
+    spec: ModelSpec
+    endpoints: list[Endpoint]
+    counts: dict[str, int] = {}
+    server: ServerConfig | None = None
+    listen_fd: int = -1
+
+
+def read_fd(fd: int) -> bytes:
+    """All that an inherited descriptor holds, from its beginning."""
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def memory_fd(payload: bytes) -> int:
+    """An anonymous file holding `payload`, to be inherited by a child."""
+    fd = os.memfd_create("boot")
+    os.write(fd, payload)
+    return fd
+
+
+def main() -> int:
+    boot = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Boot)
+    die_with_parent(boot.parent_pid)
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the supervisor alone decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control = Control(socket.socket(fileno=boot.control_fd), messages.SupervisorToActor)
+    try:
+        module, _, name = boot.target.partition(":")
+        actor: Any = getattr(importlib.import_module(module), name)(boot, control)
+        actor.run()
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        summary = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        failed = messages.ActorFailed(shorten(summary), shorten(text), isinstance(error, ConfigError))
+        control.send(failed)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    # Nothing is left to be tidied, and tearing down torch or ZeroMQ can take a second.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

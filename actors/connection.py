@@ -1,0 +1,170 @@
+"""A topology as its maker sees it: launch it, talk to it, close it. What `LLM` and `AsyncLLM` stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..mq import messages
+from ..mq.config import EngineConfig, ModelSpec
+from ..mq.endpoint import Endpoint
+from ..mq.errors import ConfigError, EngineDeadError
+from .boot import memory_fd
+from .control import Control
+from .embedded import Order
+from .links import Links
+
+Details = dict[str, str | int | float]
+
+
+class EngineConnection:
+    """A running topology whose client is this process. Everything happens on the event loop that launched it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: Control) -> None:
+        self.details: Details = {}
+        self._process = process
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._links: Links | None = None
+        self._deliver: Callable[[str, Any], None] | None = None
+        self._on_death: Callable[[EngineDeadError], None] | None = None
+        self._on_progress: Callable[[str, messages.Progress], None] | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._status: list[asyncio.Future[messages.Status]] = []
+        self._death: Exception | None = None
+        self._closed = False
+
+    @classmethod
+    async def launch(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        on_progress: Callable[[str, messages.Progress], None] | None = None,
+    ) -> EngineConnection:
+        """Start a topology and wait until it's ready. Raises ConfigError or EngineDeadError, and then nothing is left."""
+        ours, theirs = Control.pair()
+        order = Order(engine=config, spec=spec, control_fd=theirs.fileno())
+        order_fd = memory_fd(msgspec.msgpack.encode(order))
+        command = [sys.executable, "-P", "-m", "ringcast.actors.embedded", str(order_fd)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno()))
+        os.close(order_fd)
+        theirs.close()
+        connection = cls(process, Control(ours, messages.SupervisorToActor))
+        connection._on_progress = on_progress
+        connection._loop.add_reader(ours.fileno(), connection._read_control)
+        try:
+            await connection._ready
+        except BaseException:
+            await connection.close(timeout=10.0)
+            raise
+        return connection
+
+    def attach(self, deliver: Callable[[str, Any], None], on_death: Callable[[EngineDeadError], None]) -> None:
+        """Say who gets the messages, as (source instance, message), and who is told if the topology dies."""
+        assert self._links is not None
+        self._deliver = deliver
+        self._on_death = on_death
+        self._links.start()
+
+    def send(self, to: str, message: messages.Message) -> None:
+        """Raises EngineDeadError after the topology's death."""
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        assert self._links is not None
+        self._links.send(to, message)
+
+    async def status(self) -> messages.Status:
+        answer: asyncio.Future[messages.Status] = self._loop.create_future()
+        self._status.append(answer)
+        self._control.send(messages.StatusRequest())
+        return await answer
+
+    async def close(self, timeout: float) -> None:
+        """End the topology: within `timeout` seconds it is gone, killed if need be. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        if self._links is not None:
+            self._links.close()
+        gone = asyncio.ensure_future(self._wait_for_exit())
+        _, late = await asyncio.wait([gone], timeout=timeout)
+        if late:
+            self._process.kill()  # its children die with it
+            await gone
+
+    async def _wait_for_exit(self) -> None:
+        pidfd = os.pidfd_open(self._process.pid)
+        exited: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(pidfd, exited.set_result, None)
+        try:
+            await exited
+        finally:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._process.wait()
+
+    def _read_control(self) -> None:
+        try:
+            while (packet := self._control.receive()) is not None:
+                self._on_message(*packet)
+        except EOFError:
+            self._loop.remove_reader(self._control.fileno())
+            self._die(EngineDeadError(f"the supervisor (pid {self._process.pid}) died"))
+
+    def _on_message(self, message: Any, fds: list[int]) -> None:
+        match message:
+            case messages.Attach(endpoints=encoded):
+                self._links = Links(_with_descriptors(encoded, fds), self._on_batch)
+                self._control.send(messages.ActorReady())
+            case messages.ActorProgress(actor=actor, progress=progress):
+                if self._on_progress is not None:
+                    self._on_progress(actor, progress)
+            case messages.TopologyReady(details=details):
+                self.details = details
+                self._control.send(messages.Listening("in process"))
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case messages.Status():
+                for answer in self._status:
+                    if not answer.done():
+                        answer.set_result(message)
+                self._status.clear()
+            case messages.PeerDied(error=error, traceback=text, user_error=user_error):
+                self._die(ConfigError(error) if user_error else EngineDeadError(error, text))
+                self._control.send(messages.Drained())
+
+    def _on_batch(self, batch: list[tuple[str, Any]]) -> None:
+        assert self._deliver is not None
+        for source, message in batch:
+            self._deliver(source, message)
+
+    def _die(self, error: Exception) -> None:
+        if self._death is not None:
+            return
+        self._death = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        elif self._on_death is not None:
+            self._on_death(error if isinstance(error, EngineDeadError) else EngineDeadError(str(error)))
+        for answer in self._status:
+            if not answer.done():
+                answer.set_exception(EngineDeadError(str(error)))
+        self._status.clear()
+
+
+def _with_descriptors(encoded: bytes, fds: list[int]) -> list[Endpoint]:
+    """The endpoints of an Attach, with the descriptors by the numbers that they have in this process."""
+    endpoints = []
+    for endpoint in msgspec.msgpack.decode(encoded, type=list[Endpoint]):
+        count = len(endpoint.fds)
+        endpoints.append(msgspec.structs.replace(endpoint, fds=fds[:count]))
+        fds = fds[count:]
+    return endpoints

@@ -1,0 +1,14 @@
+"""The detokenizer actor: token ids become text, stop strings end it, and the stream's events are rendered."""
+
+from __future__ import annotations
+
+from .base import Actor
+from .core import Core
+from .detokenizer_core import DetokenizerCore
+from .text_tokenizer import load_tokenizer
+
+
+class Detokenizer(Actor):
+    def make_core(self) -> Core:
+        spec = self.boot.spec
+        return DetokenizerCore(spec, load_tokenizer(spec.tokenizer_path))

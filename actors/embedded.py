@@ -1,0 +1,63 @@
+"""A topology under an `LLM`: the supervisor as a process of its own, and the way its results go to the process that made it.
+
+    python -P -m ringcast.actors.embedded FD
+
+reads an Order from the inherited descriptor FD. The maker's process is the topology's client; it holds the other end of the control
+connection, gets its channel ends over it, and ends the topology by closing it (so its death does, too).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from ..mq import messages
+from ..mq.config import EngineConfig, ModelSpec
+from .boot import read_fd
+from .control import Control
+from .lifecycle import TellDeath
+from .supervisor import Supervisor
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig
+    spec: ModelSpec
+    control_fd: int
+
+
+class ControlReporter:
+    """Tells the maker's process. Deaths and readiness reach it as the client that it is."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def progress(self, actor: str, progress: messages.Progress) -> None:
+        self._control.send(messages.ActorProgress(actor, progress))
+
+    def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
+        pass
+
+    def draining(self, timeout: float) -> None:
+        pass
+
+    def failed(self, death: TellDeath) -> None:
+        pass
+
+
+def main() -> int:
+    order = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Order)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Control(socket.socket(fileno=order.control_fd), messages.ActorToSupervisor)
+    supervisor = Supervisor(order.engine, order.spec, ControlReporter(control), external=control)
+    return uvloop.run(supervisor.run())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

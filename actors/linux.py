@@ -1,0 +1,40 @@
+"""The few system calls that keep processes together: parent-death signals, and what /proc says of a process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; end now if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def usage(pid: int) -> tuple[float, int]:
+    """(CPU seconds used, resident bytes) of a process; zeros if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/statm") as statm:
+            fields = stat.read().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / _TICK, int(statm.read().split()[1]) * _PAGE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0, 0
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words, from os.waitstatus_to_exitcode's number."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,14 @@
+"""The tokenizer actor: chat templates and prompts become token ids."""
+
+from __future__ import annotations
+
+from .base import Actor
+from .core import Core
+from .text_tokenizer import load_tokenizer
+from .tokenizer_core import TokenizerCore
+
+
+class Tokenizer(Actor):
+    def make_core(self) -> Core:
+        spec = self.boot.spec
+        return TokenizerCore(spec, load_tokenizer(spec.tokenizer_path))

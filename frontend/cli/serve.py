@@ -1,0 +1,70 @@
+"""`ringcast serve`: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import msgspec
+import uvloop
+
+from ...actors.lifecycle import TellDeath
+from ...actors.supervisor import Supervisor
+from ...mq import messages
+from ...mq.config import EngineConfig, ServerConfig
+from ...mq.errors import ConfigError
+from ..hub import resolve_model
+from ..http.listener import bind
+from .options import add_options, read_options
+from .progress import StartProgress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, EngineConfig)
+    add_options(parser, ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.monotonic()
+    engine = read_options(args, EngineConfig)
+    server = read_options(args, ServerConfig)
+    with bind(server.host, server.port) as listener, StartProgress() as progress:
+        spec = resolve_model(engine, lambda what, done, total: progress.update(what, what, done, total))
+        if not server.served_model_name:
+            server = msgspec.structs.replace(server, served_model_name=[spec.name])
+        reporter = ConsoleReporter(progress, server.served_model_name[0], start)
+        supervisor = Supervisor(engine, spec, reporter, server=server, listener=listener)
+        return uvloop.run(supervisor.run())
+
+
+class ConsoleReporter:
+    """Says on stderr how the topology does."""
+
+    def __init__(self, progress: StartProgress, model: str, start: float) -> None:
+        self._progress = progress
+        self._model = model
+        self._start = start
+
+    def progress(self, actor: str, progress: messages.Progress) -> None:
+        self._progress.update(actor, progress.what, progress.done, progress.total)
+
+    def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
+        self._progress.stop()
+        seconds = time.monotonic() - self._start
+        facts = ", ".join(f"{name} {value}" for name, value in details.items())
+        _say(f"{self._model}: {facts}")
+        _say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
+
+    def draining(self, timeout: float) -> None:
+        _say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
+
+    def failed(self, death: TellDeath) -> None:
+        self._progress.stop()
+        if death.traceback and not death.user_error:
+            _say(death.traceback.rstrip())
+        _say(f"ringcast: {death.error}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""The API server actor: the shell of the HTTP application and of its ledger of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from aiohttp import web
+
+from ...actors.base import Actor
+from ...actors.boot import Boot
+from ...actors.control import Control
+from ...mq import messages
+from ...mq.errors import EngineDeadError
+from ..client import EngineClient
+from .app import make_app
+
+
+class ApiServer(Actor):
+    """Accepts on the socket that the supervisor bound, once every other actor is ready."""
+
+    def __init__(self, boot: Boot, control: Control) -> None:
+        super().__init__(boot, control)
+        self._runner: web.AppRunner | None = None
+        self._status: list[asyncio.Future[messages.Status]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> dict[str, str | int | float]:
+        boot = self.boot
+        assert boot.server is not None
+        index = int(boot.actor.partition(".")[2])
+        limit = boot.engine.max_num_queued_reqs
+        self._client = EngineClient(boot.spec, self.links.send, index, limit)
+        app = make_app(self._client, boot.spec, boot.server, boot.engine, self._ask_status)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        return {}
+
+    def on_batch(self, batch: list[tuple[str, Any]]) -> None:
+        deliver = self._client.deliver
+        for source, message in batch:
+            deliver(source, message)
+
+    def on_control(self, message: Any) -> None:
+        match message:
+            case messages.TopologyReady():
+                self._spawn(self._open_door())
+            case messages.BeginDrain(timeout=timeout):
+                self._spawn(self._drain(timeout))
+            case messages.PeerDied(error=error, traceback=text):
+                self._client.fail_all(EngineDeadError(error, text))
+                self._spawn(self._drain(1.0))
+            case messages.Status():
+                for answer in self._status:
+                    if not answer.done():
+                        answer.set_result(message)
+                self._status.clear()
+            case _:
+                super().on_control(message)
+
+    async def end(self) -> None:
+        self._client.fail_all(EngineDeadError("the server is shutting down"))
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _open_door(self) -> None:
+        assert self._runner is not None
+        listener = socket.socket(fileno=self.boot.listen_fd)
+        host, port = listener.getsockname()[:2]
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+        self.control.send(messages.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}"))
+
+    async def _drain(self, timeout: float) -> None:
+        """Refuse new requests, let those that run end, abort what is left at the deadline."""
+        self._client.draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._client.wait_idle()
+        except TimeoutError:
+            self._client.fail_all(EngineDeadError("the server is shutting down"))
+        self.control.send(messages.Drained())
+
+    async def _ask_status(self) -> messages.Status:
+        answer: asyncio.Future[messages.Status] = asyncio.get_running_loop().create_future()
+        self._status.append(answer)
+        self.control.send(messages.StatusRequest())
+        return await answer
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.stop(error)

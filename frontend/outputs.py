@@ -1,0 +1,150 @@
+"""What a generation returns, in the shape that vLLM's users know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ..mq import codec
+from ..mq.messages import Chunk, Finish, TokenLogprobs
+from .client import RequestHandle
+
+
+@dataclasses.dataclass(slots=True)
+class Logprob:
+    """rank is 1 for the likeliest token of its place; decoded_token is the token's own text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `logprobs` has, for each token, the chosen one and the likeliest ones by token id.
+
+    finish_reason: "stop", "length", "abort", or None while it runs. stop_reason: the stop string or stop token id
+    that ended it, None for an EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """All choices of one request. prompt and prompt_token_ids are as the user gave them (None for what was not given)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+
+
+class ChoiceBuilder:
+    """Puts a choice together from its chunks."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        self.token_ids += codec.ints(chunk.token_ids).tolist()
+        if chunk.text:
+            self._texts.append(chunk.text)
+        if chunk.finish is not None:
+            self.finish = chunk.finish
+        if chunk.logprobs is not None:
+            for entry in token_logprobs(chunk.logprobs, chunk.logprob_tokens):
+                self._cumulative += next(iter(entry.values())).logprob
+                self._logprobs.append(entry)
+
+    @property
+    def text(self) -> str:
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
+
+    def output(self) -> CompletionOutput:
+        """A snapshot: later chunks don't change it."""
+        has_logprobs = bool(self._logprobs)
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            cumulative_logprob=self._cumulative if has_logprobs else None,
+            logprobs=self._logprobs.copy() if has_logprobs else None,
+            finish_reason=self.finish.reason if self.finish else None,
+            stop_reason=self.finish.stop_reason if self.finish else None,
+        )
+
+
+class RequestBuilder:
+    """Puts a request's output together from its chunks."""
+
+    def __init__(
+        self,
+        handle: RequestHandle,
+        prompt: str | None,
+        prompt_token_ids: list[int] | None,
+        request_id: str | None = None,
+    ) -> None:
+        self.handle = handle
+        self.choices = [ChoiceBuilder(i) for i in range(handle.request.params.n)]
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._request_id = request_id or handle.request_id
+
+    def add(self, chunk: Chunk) -> None:
+        self.choices[chunk.choice].add(chunk)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+    def output(self) -> RequestOutput:
+        finish = next((choice.finish for choice in self.choices if choice.finish), None)
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[choice.output() for choice in self.choices],
+            finished=self.finished,
+            num_prompt_tokens=finish.num_prompt_tokens if finish else None,
+            num_cached_tokens=finish.num_cached_tokens if finish else None,
+        )
+
+
+def token_logprobs(
+    logprobs: TokenLogprobs, tokens: list[bytes | None]
+) -> Iterator[dict[int, Logprob]]:
+    """For each row, token id to Logprob: the chosen token first, then the likeliest in order."""
+    width = logprobs.width
+    ids = codec.ints(logprobs.token_ids).tolist()
+    values = codec.floats(logprobs.logprobs).tolist()
+    for row, rank in enumerate(codec.ints(logprobs.rank).tolist()):
+        entry: dict[int, Logprob] = {}
+        for column in range(width):
+            place = row * width + column
+            if ids[place] < 0:
+                continue
+            text = (tokens[place] or b"").decode(errors="replace")
+            # The chosen token may come again among the likeliest, where its place is its rank.
+            entry.setdefault(ids[place], Logprob(values[place], column or rank, text))
+        yield entry
