@@ -1,1 +1,1 @@
-"""One process each: the actor base, the topology, the supervisor that launches it, and every actor."""
+"""One process each: the actor base, the topology, its supervisor, and every actor."""

@@ -1,7 +1,8 @@
-"""The shell around a core: one process, one event loop, its channels, its control connection, its end.
+"""The shell around a core: one process, one event loop, its channels, its beginning and end.
 
-A subclass says which core it has (`make_core`); clients, which have an outside world of their own, override more.
-The shell's life: open channels, `start`, ActorReady, then messages until Shutdown or until the supervisor is gone.
+A subclass says which core it has (`make_core`); clients, which have an outside world of their own,
+override more. The shell's life: open channels, `start`, ActorReady, then messages until Shutdown or
+until the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ STATISTICS_SECONDS = 1.0
 
 
 class Actor:
-    """An asyncio actor. Raises out of `run` whatever broke it; the process's entry reports that to the supervisor."""
+    """An asyncio actor.
+
+    Raises out of `run` whatever broke it; the process's entry reports that to the supervisor.
+    """
 
     def __init__(self, boot: Boot, control: Control) -> None:
         self.boot = boot
@@ -75,7 +79,8 @@ class Actor:
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
-        # An exception in a callback (a core's broken invariant) ends the actor instead of being logged and forgotten.
+        # An exception in a callback (a core's broken invariant) ends the actor instead of being
+        # logged and forgotten.
         loop.set_exception_handler(lambda _, context: self.stop(_exception_of(context)))
         self.links = Links(self.boot.endpoints, self.on_batch)
         loop.add_reader(self.control.fileno(), self._read_control)

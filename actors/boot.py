@@ -2,7 +2,8 @@
 
     python -P -m ringcast.actors.boot FD
 
-reads a Boot as MessagePack from the inherited descriptor FD, binds itself to its parent's life, imports its actor and runs it.
+reads a Boot as MessagePack from the inherited descriptor FD, binds itself to its parent's life,
+imports its actor and runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from .linux import die_with_parent
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """actor: the instance's name ("tokenizer.0"); target: "module:class" of its shell; counts: instances of each kind."""
+    """What an actor is told.
+
+    actor: the instance's name ("tokenizer.0"). target: "module:class" of its shell. counts: how
+    many instances of each kind there are.
+    """
 
     actor: str
     target: str
@@ -57,7 +62,8 @@ def memory_fd(payload: bytes) -> int:
 def main() -> int:
     boot = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Boot)
     die_with_parent(boot.parent_pid)
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the supervisor alone decides what they mean.
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the supervisor alone decides
+    # what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = Control(socket.socket(fileno=boot.control_fd), messages.SupervisorToActor)
@@ -67,8 +73,12 @@ def main() -> int:
         actor.run()
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        summary = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        failed = messages.ActorFailed(shorten(summary), shorten(text), isinstance(error, ConfigError))
+        summary = (
+            str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        )
+        failed = messages.ActorFailed(
+            shorten(summary), shorten(text), isinstance(error, ConfigError)
+        )
         control.send(failed)
         return 1
     return 0

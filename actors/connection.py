@@ -1,4 +1,7 @@
-"""A topology as its maker sees it: launch it, talk to it, close it. What `LLM` and `AsyncLLM` stand on."""
+"""A topology as its maker sees it: launch it, talk to it, close it.
+
+What `LLM` and `AsyncLLM` stand on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ Details = dict[str, str | int | float]
 
 
 class EngineConnection:
-    """A running topology whose client is this process. Everything happens on the event loop that launched it."""
+    """A running topology whose client is this process.
+
+    Everything happens on the event loop that launched it.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], control: Control) -> None:
         self.details: Details = {}
@@ -47,12 +53,17 @@ class EngineConnection:
         spec: ModelSpec,
         on_progress: Callable[[str, messages.Progress], None] | None = None,
     ) -> EngineConnection:
-        """Start a topology and wait until it's ready. Raises ConfigError or EngineDeadError, and then nothing is left."""
+        """Start a topology and wait until it's ready.
+
+        Raises ConfigError or EngineDeadError, and then nothing is left.
+        """
         ours, theirs = Control.pair()
         order = Order(engine=config, spec=spec, control_fd=theirs.fileno())
         order_fd = memory_fd(msgspec.msgpack.encode(order))
         command = [sys.executable, "-P", "-m", "ringcast.actors.embedded", str(order_fd)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno()))
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno())
+        )
         os.close(order_fd)
         theirs.close()
         connection = cls(process, Control(ours, messages.SupervisorToActor))
@@ -65,8 +76,10 @@ class EngineConnection:
             raise
         return connection
 
-    def attach(self, deliver: Callable[[str, Any], None], on_death: Callable[[EngineDeadError], None]) -> None:
-        """Say who gets the messages, as (source instance, message), and who is told if the topology dies."""
+    def attach(
+        self, deliver: Callable[[str, Any], None], on_death: Callable[[EngineDeadError], None]
+    ) -> None:
+        """Say who gets the messages, with their source, and who is told if the topology dies."""
         assert self._links is not None
         self._deliver = deliver
         self._on_death = on_death
@@ -123,6 +136,8 @@ class EngineConnection:
         match message:
             case messages.Attach(endpoints=encoded):
                 self._links = Links(_with_descriptors(encoded, fds), self._on_batch)
+                for fd in fds:  # the channels' ends have their own by now
+                    os.close(fd)
                 self._control.send(messages.ActorReady())
             case messages.ActorProgress(actor=actor, progress=progress):
                 if self._on_progress is not None:
@@ -153,7 +168,9 @@ class EngineConnection:
         if not self._ready.done():
             self._ready.set_exception(error)
         elif self._on_death is not None:
-            self._on_death(error if isinstance(error, EngineDeadError) else EngineDeadError(str(error)))
+            self._on_death(
+                error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+            )
         for answer in self._status:
             if not answer.done():
                 answer.set_exception(EngineDeadError(str(error)))
@@ -161,7 +178,7 @@ class EngineConnection:
 
 
 def _with_descriptors(encoded: bytes, fds: list[int]) -> list[Endpoint]:
-    """The endpoints of an Attach, with the descriptors by the numbers that they have in this process."""
+    """The endpoints of an Attach, with the descriptors' numbers in this process."""
     endpoints = []
     for endpoint in msgspec.msgpack.decode(encoded, type=list[Endpoint]):
         count = len(endpoint.fds)

@@ -1,8 +1,9 @@
 """The control connection of an actor with the supervisor, which is also its lifeline.
 
-A Unix socket pair of whole packets, made before the child starts. Its end of file is the other side's death: the kernel closes
-it whatever the kind of death, so an actor that reads end of file has been orphaned and ends. It carries few and small messages;
-requests and tokens never travel here. Descriptors can be passed along (SCM_RIGHTS).
+A Unix socket pair of whole packets, made before the child starts. Its end of file is the other
+side's death: the kernel closes it whatever the kind of death, so an actor that reads end of file
+has been orphaned and ends. It carries few and small messages; requests and tokens never travel
+here. Descriptors can be passed along (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Control:
         return self._socket.fileno()
 
     def send(self, message: messages.Message, fds: list[int] | None = None) -> bool:
-        """Send one message. False if the other side is gone or doesn't read: its death is seen elsewhere."""
+        """Send one message.
+
+        False if the other side is gone or doesn't read: its death is seen elsewhere.
+        """
         try:
             socket.send_fds(self._socket, [codec.encode(message)], fds or [])
         except (BrokenPipeError, ConnectionResetError, BlockingIOError, OSError):
@@ -45,7 +49,10 @@ class Control:
         return True
 
     def receive(self) -> tuple[Any, list[int]] | None:
-        """The next message with its descriptors; None if there is none now. Raises EOFError when the other side is gone."""
+        """The next message with its descriptors; None if there is none now.
+
+        Raises EOFError when the other side is gone.
+        """
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET, _MAX_FDS)
         except BlockingIOError:

@@ -1,10 +1,11 @@
 """The pure half of an actor: messages in, messages out, and nothing else.
 
-A core has no clock, socket, await or randomness of its own, so it runs the same in its process, in a test and under a
-simulated clock. The shell (actors/base.py) calls it so:
+A core has no clock, socket, await or randomness of its own, so it runs the same in its process, in
+a test and under a simulated clock. The shell (actors/base.py) calls it so:
 
 1. For each message that has arrived: `handle(source, message, now)`.
-2. Once no more are waiting (or after a bounded number): `flush(now)`, where whatever is better done once per batch is done.
+2. Once no more are waiting (or after a bounded number): `flush(now)`, where whatever is better done
+   once per batch is done.
 3. What either returned is sent in order, and only then are the received messages committed.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Send(NamedTuple):
-    """An effect: `message` goes to the actor instance `to` ("scheduler.0"), or to all of a broadcast ("workers")."""
+    """An effect: `message` goes to the instance `to` ("scheduler.0"), or to all ("workers")."""
 
     to: str
     message: Any
@@ -23,7 +24,10 @@ class Send(NamedTuple):
 
 class Core(Protocol):
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
-        """React to one message from the instance `source`. Never raises for anything a user can cause."""
+        """React to one message from the instance `source`.
+
+        Never raises for anything a user can cause.
+        """
 
     def flush(self, now: float) -> Sequence[Send]:
         """React to the batch as a whole."""

@@ -1,11 +1,11 @@
-"""The detokenizer actor: token ids become text, stop strings end it, and the stream's events are rendered."""
+"""The detokenizer actor: token ids become text, and text the events of a stream."""
 
 from __future__ import annotations
 
 from .base import Actor
 from .core import Core
-from .detokenizer_core import DetokenizerCore
-from .text_tokenizer import load_tokenizer
+from .text.detokenizer_core import DetokenizerCore
+from .text.text_tokenizer import load_tokenizer
 
 
 class Detokenizer(Actor):

@@ -1,9 +1,10 @@
-"""A topology under an `LLM`: the supervisor as a process of its own, and the way its results go to the process that made it.
+"""A topology under an `LLM`: the supervisor as a process of its own, told by another.
 
     python -P -m ringcast.actors.embedded FD
 
-reads an Order from the inherited descriptor FD. The maker's process is the topology's client; it holds the other end of the control
-connection, gets its channel ends over it, and ends the topology by closing it (so its death does, too).
+reads an Order from the inherited descriptor FD. The maker's process is the topology's client; it
+holds the other end of the control connection, gets its channel ends over it, and ends the topology
+by closing it (so its death does, too).
 """
 
 from __future__ import annotations

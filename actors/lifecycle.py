@@ -1,19 +1,20 @@
-"""The supervisor's decisions, without its processes: what is done when actors become ready, die, or are told to end.
+"""The supervisor's decisions, without its processes: a table of states and events.
 
     state      | event                    | then      | and does
-    -----------|--------------------------|-----------|-------------------------------------------------------------
+    -----------|--------------------------|-----------|--------------------------------------------
     STARTING   | all actors are ready     | OPENING   | OpenDoor: clients get TopologyReady
     OPENING    | all clients listen       | SERVING   | Announce
     STARTING+  | an actor died            | FAILING   | TellDeath to clients; a short deadline
-    any before | stop is asked for        | DRAINING  | Drain: clients refuse new work and end what runs; a deadline
+    any before | stop is asked for        | DRAINING  | Drain: clients refuse new work; a deadline
     DRAINING   | all clients have drained | STOPPING  | StopAll; a deadline
     DRAINING   | stop again, or deadline  | STOPPING  | StopAll; a deadline
     FAILING    | clients drained/deadline | STOPPING  | StopAll; a deadline
     STOPPING   | all actors are gone      | STOPPED   | Exit
     STOPPING   | stop again, or deadline  | STOPPING  | KillAll
 
-Before SERVING there is nothing to drain, so a stop goes straight to STOPPING. A death while STOPPING is what was asked for.
-The exit code is 0 when stopped on request, 1 after a death, 2 when the death was the user's mistake (ConfigError).
+Before SERVING there is nothing to drain, so a stop goes straight to STOPPING. A death while
+STOPPING is what was asked for. The exit code is 0 when stopped on request, 1 after a death, 2 when
+the death was the user's mistake (ConfigError).
 """
 
 from __future__ import annotations
@@ -81,10 +82,13 @@ Effect = OpenDoor | Announce | TellDeath | Drain | StopAll | KillAll | Deadline 
 class Lifecycle:
     """actors: the names of all that were started; clients: those of them that talk to the outside.
 
-    A client may be external (the process of an `LLM`): it is in `clients` and not in `actors`, and its death is a stop.
+    A client may be external (the process of an `LLM`): it is in `clients` and not in `actors`, and
+    its death is a stop.
     """
 
-    def __init__(self, actors: Iterable[str], clients: Iterable[str], shutdown_timeout: float) -> None:
+    def __init__(
+        self, actors: Iterable[str], clients: Iterable[str], shutdown_timeout: float
+    ) -> None:
         self.state = State.STARTING
         self.exit_code = 0
         self._alive = set(actors)
@@ -117,12 +121,17 @@ class Lifecycle:
         if self.state is State.SERVING and self._shutdown_timeout > 0:
             self.state = State.DRAINING
             # The clients abort what is left at their deadline; ours comes after it.
-            return [Drain(self._shutdown_timeout), self._deadline(self._shutdown_timeout + FAIL_SECONDS)]
+            return [
+                Drain(self._shutdown_timeout),
+                self._deadline(self._shutdown_timeout + FAIL_SECONDS),
+            ]
         if self.state is State.STOPPING:
             return [KillAll()]
         return self._stop_all()
 
-    def died(self, actor: str, error: str, traceback: str = "", user_error: bool = False) -> Sequence[Effect]:
+    def died(
+        self, actor: str, error: str, traceback: str = "", user_error: bool = False
+    ) -> Sequence[Effect]:
         """A process is gone, for a reason if it gave one."""
         self._alive.discard(actor)
         self._not_drained.discard(actor)

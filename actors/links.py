@@ -1,11 +1,18 @@
-"""An actor's channels on its event loop: what comes in goes to one callback, what goes out never blocks.
+"""An actor's channels on its event loop: one callback for what comes in, no blocking to send.
 
-Inbound: one pump serves all receivers. Woken by any bell, it takes what has arrived, hands it to `on_batch`, and then
-commits. A receiver is armed only when it was found empty, so a busy actor makes no system calls for bells.
+Inbound: one pump serves all receivers. Woken by any bell, it takes what has arrived, hands it to
+`on_batch`, and then commits. A receiver is armed only when it was found empty, so a busy actor
+makes no system calls for bells. Channels are read in the reverse of topology.py's order and handled
+in that order: of two messages that reach an actor by a short way and by a long one through the
+pipeline, the first cause is always heard first.
 
-Outbound: what doesn't fit into a channel waits in its Outbox until the reader has made space. An outbox isn't bounded here:
-what can be in it is bounded by the requests that were admitted (one actor that stopped reading because another
-doesn't read would, on a cycle of the graph, be a deadlock).
+Outbound: what doesn't fit into a channel waits in its Outbox until the reader has made space. An
+outbox isn't bounded here: what can be in it is bounded by the requests that were admitted (one
+actor that stopped reading because another doesn't read would, on a cycle of the graph, be a
+deadlock).
+
+A dead peer is the supervisor's business: its channel is left alone here, and what is sent to it is
+dropped. Who waits for an answer is told by the supervisor (PeerDied).
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from typing import Any
 from ..mq import codec, messages
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import Endpoint, open_receiver, open_sender
+from ..mq.errors import PeerDeadError
 
 _BATCH = 256  # records taken from one channel before the others get their turn
 
@@ -35,7 +43,7 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, payload: bytes) -> None:
-        if self._waiting or not self._sender.try_send(payload):
+        if self._waiting or not self._try_send(payload):
             self._waiting.append(payload)
             if len(self._waiting) == 1:
                 self._loop.add_reader(self._sender.fileno(), self._go_on)
@@ -44,9 +52,7 @@ class Outbox:
     def _go_on(self) -> None:
         self._sender.disarm()
         while True:
-            while self._waiting:
-                if not self._sender.try_send(self._waiting[0]):
-                    break
+            while self._waiting and self._try_send(self._waiting[0]):
                 self._waiting.popleft()
             if not self._waiting:
                 self._loop.remove_reader(self._sender.fileno())
@@ -54,6 +60,12 @@ class Outbox:
             if self._sender.arm():
                 return
             self._sender.disarm()
+
+    def _try_send(self, payload: bytes) -> bool:
+        try:
+            return self._sender.try_send(payload)
+        except PeerDeadError:
+            return True
 
     def close(self) -> None:
         if self._waiting:
@@ -65,10 +77,13 @@ class Outbox:
 class Links:
     """All channels of one actor.
 
-    on_batch gets [(source instance, message), ...] in order of arrival per source. When it returns, the batch is committed.
+    on_batch gets [(source instance, message), ...] in order of arrival per source. When it returns,
+    the batch is committed.
     """
 
-    def __init__(self, endpoints: list[Endpoint], on_batch: Callable[[list[tuple[str, Any]]], None]) -> None:
+    def __init__(
+        self, endpoints: list[Endpoint], on_batch: Callable[[list[tuple[str, Any]]], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_batch = on_batch
         self._outboxes: dict[str, Outbox] = {}
@@ -89,7 +104,10 @@ class Links:
         self._pump()
 
     def send(self, to: str, message: messages.Message) -> None:
-        """Send to an instance ("scheduler.0") or to all readers of a broadcast ("workers"). Raises KeyError for a stranger."""
+        """Send to an instance ("scheduler.0") or to all readers of a broadcast ("workers").
+
+        Raises KeyError for a stranger.
+        """
         self._outboxes[to].put(codec.encode(message))
 
     def num_waiting(self) -> int:
@@ -112,27 +130,40 @@ class Links:
             return
         batch: list[tuple[str, Any]] = []
         taken: list[Receiver] = []
-        more = False
-        for source, receiver, decode in self._inbound:
+        for source, receiver, decode in reversed(self._inbound):
             receiver.disarm()
-            for count in range(_BATCH + 1):
-                if count == _BATCH:
-                    more = True
-                    break
-                payload = receiver.try_receive()
-                if payload is None:
-                    break
-                if count == 0:
-                    taken.append(receiver)
-                batch.append((source, decode(payload)))
+            payloads = _take(receiver)
+            if payloads is None:
+                self._give_up(receiver)
+            elif payloads:
+                taken.append(receiver)
+                batch[:0] = [(source, decode(payload)) for payload in payloads]
         if batch:
             self._on_batch(batch)
+            if self._closed:
+                return
             for receiver in taken:
                 receiver.commit()
-        if self._closed or self._scheduled:
+        if self._scheduled:
             return
-        if more or batch or not all([receiver.arm() for _, receiver, _ in self._inbound]):
+        # A list, not a generator: every receiver is to be armed.
+        if batch or not all([receiver.arm() for _, receiver, _ in self._inbound]):  # noqa: C419
             # Look again before sleeping, but let the loop's other work in between.
             self._scheduled = True
             self._loop.call_soon(self._pump)
 
+    def _give_up(self, receiver: Receiver) -> None:
+        self._loop.remove_reader(receiver.fileno())
+        receiver.close()
+        self._inbound = [entry for entry in self._inbound if entry[1] is not receiver]
+
+
+def _take(receiver: Receiver) -> list[bytes] | None:
+    """What has arrived, up to a batch; None if the writer is dead and nothing is left."""
+    payloads: list[bytes] = []
+    try:
+        while len(payloads) < _BATCH and (payload := receiver.try_receive()) is not None:
+            payloads.append(payload)
+    except PeerDeadError:
+        return payloads or None
+    return payloads

@@ -1,4 +1,4 @@
-"""The few system calls that keep processes together: parent-death signals, and what /proc says of a process."""
+"""The few system calls that keep processes together, and what /proc says of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; end now if that has happened already."""
+    """Have the kernel kill this process when the thread that started it ends; end if it has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -1,8 +1,9 @@
 """The supervisor: starts every actor of a topology, sees their deaths, and ends them together.
 
-It has one thread (an actor's PR_SET_PDEATHSIG fires when the thread that started it ends) and makes no decisions of its own: they
-are in `lifecycle.py`. What it holds: per actor a process (watched through a pidfd) and a control connection; per channel the
-segment and bells, which it made before the actors and keeps for later incarnations. Whom it tells: a Reporter.
+It has one thread (an actor's PR_SET_PDEATHSIG fires when the thread that started it ends) and makes
+no decisions of its own: they are in `lifecycle.py`. What it holds: per actor a process (watched
+through a pidfd) and a control connection; per channel the segment and bells, which it made before
+the actors and keeps for later incarnations. Whom it tells: a Reporter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..mq import codec, messages
+from ..mq import messages
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
 from . import lifecycle, topology
@@ -57,8 +58,8 @@ class Child:
 class Supervisor:
     """Runs one topology from start to end.
 
-    external: the control connection of a client that is not a child (see `connection.py`); without one, an API server is
-    started for `server` and accepts on `listener`.
+    external: the control connection of a client that is not a child (see `connection.py`); without
+    one, an API server is started for `server` and accepts on `listener`.
     """
 
     def __init__(
@@ -85,18 +86,27 @@ class Supervisor:
         self._addresses: list[str] = []
 
     async def run(self) -> int:
-        """Start everything, serve until told to stop or until an actor dies, end everything. Returns the exit code."""
+        """Start everything, serve until told to stop or until an actor dies, end everything.
+
+        Returns the exit code.
+        """
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._loop.set_exception_handler(self._on_broken_callback)
         self._folder = tempfile.mkdtemp(prefix="ringcast-")
         names = topology.instances(self._counts)
         clients = [name for name in names if name.startswith("client.")]
         if self._external is not None:
             names = [name for name in names if name not in clients]
-        self._life = Lifecycle(names, clients, self._engine.shutdown_timeout if self._server else 0.0)
+        self._life = Lifecycle(
+            names, clients, self._engine.shutdown_timeout if self._server else 0.0
+        )
         self._loop.add_signal_handler(signal.SIGTERM, self._on_signal)
-        # Ctrl-C reaches the process of an `LLM` too, and there it's that process that decides what it means.
-        self._loop.add_signal_handler(signal.SIGINT, self._on_signal if self._server else lambda: None)
+        # Ctrl-C reaches the process of an `LLM` too, and there it's that process that decides what
+        # it means.
+        self._loop.add_signal_handler(
+            signal.SIGINT, self._on_signal if self._server else lambda: None
+        )
         startup = self._loop.call_later(self._engine.startup_timeout, self._startup_timed_out)
         try:
             self._make_channels()
@@ -128,14 +138,19 @@ class Supervisor:
 
     def _endpoints(self, name: str) -> tuple[list[Endpoint], list[int]]:
         """An actor's ends of its channels, and all descriptors that they need."""
-        endpoints = [owner.endpoint(name) for owner in self._owners if name in owner.instances]
+        endpoints = [owner.endpoint(name) for owner in self._owners_of(name)]
         return endpoints, [fd for endpoint in endpoints for fd in endpoint.fds]
+
+    def _owners_of(self, name: str) -> list[ChannelOwner]:
+        return [owner for owner in self._owners if name in (owner.writer, *owner.readers)]
 
     def _start(self, name: str) -> None:
         ours, theirs = Control.pair()
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
-        listen_fd = self._listener.fileno() if self._listener is not None and kind == "client" else -1
+        listen_fd = (
+            self._listener.fileno() if self._listener is not None and kind == "client" else -1
+        )
         boot = Boot(
             actor=name,
             target=topology.target(kind),
@@ -225,7 +240,7 @@ class Supervisor:
         child.control.close()
         status = child.process.wait()
         child.state = "dead"
-        for owner in self._owners:
+        for owner in self._owners_of(child.name):
             owner.mark_dead(child.name)
         words = child.last_words
         error = f"{child.name} (pid {child.process.pid}) died: {describe_exit(status)}"
@@ -240,6 +255,11 @@ class Supervisor:
             )
         )
 
+    def _on_broken_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A mistake in this file must end the topology, not leave it half-supervised."""
+        if not self._exit.done():
+            self._exit.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
     # Effects
 
     def _apply(self, effects: Sequence[lifecycle.Effect]) -> None:
@@ -251,7 +271,9 @@ class Supervisor:
                     self._reporter.serving(self._details, self._addresses)
                 case lifecycle.TellDeath():
                     self._reporter.failed(effect)
-                    died = messages.PeerDied(effect.actor, effect.error, effect.traceback, effect.user_error)
+                    died = messages.PeerDied(
+                        effect.actor, effect.error, effect.traceback, effect.user_error
+                    )
                     self._tell(self._clients(), died)
                 case lifecycle.Drain(timeout=timeout):
                     self._reporter.draining(timeout)
@@ -259,7 +281,7 @@ class Supervisor:
                 case lifecycle.StopAll():
                     for child in self._alive():
                         if child.state == "starting":
-                            child.process.kill()  # it may not listen for long, and has nothing to lose
+                            child.process.kill()  # it may not listen yet, and loses nothing
                         else:
                             child.control.send(messages.Shutdown())
                 case lifecycle.KillAll():
@@ -289,12 +311,18 @@ class Supervisor:
         actors = []
         for child in self._children.values():
             cpu, rss = usage(child.process.pid)
-            actors.append(messages.ActorStatus(child.name, child.process.pid, child.state, cpu, rss, 0))
+            actors.append(
+                messages.ActorStatus(child.name, child.process.pid, child.state, cpu, rss, 0)
+            )
         edges = []
         for owner in self._owners:
             stats = owner.stats()
             edges.append(messages.EdgeStatus(owner.name, stats.capacity, stats.used, stats.records))
-        statistics = {f"{actor}.{key}": v for actor, values in self._statistics.items() for key, v in values.items()}
+        statistics = {
+            f"{actor}.{key}": v
+            for actor, values in self._statistics.items()
+            for key, v in values.items()
+        }
         return messages.Status(actors, edges, statistics)
 
     def _clean_up(self) -> None:

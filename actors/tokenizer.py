@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .base import Actor
 from .core import Core
-from .text_tokenizer import load_tokenizer
-from .tokenizer_core import TokenizerCore
+from .text.text_tokenizer import load_tokenizer
+from .text.tokenizer_core import TokenizerCore
 
 
 class Tokenizer(Actor):

@@ -1,8 +1,9 @@
-"""The process graph: which actors there are, how many, and who talks to whom. The only place that knows it.
+"""The process graph: which actors there are, how many, who talks to whom. Only here is it known.
 
-A row names the actor's class by dotted string, so that nothing is imported before its own process needs it. An edge goes
-from every instance of its source to the instances of its target: "each" gives every pair a channel of its own,
-"broadcast" gives every source one channel that all targets read. `channels()` writes the graph out.
+A row names the actor's class by dotted string, so that nothing is imported before its own process
+needs it. An edge goes from every instance of its source to the instances of its target: "each"
+gives every pair a channel of its own, "broadcast" gives every source one channel that all targets
+read. `channels()` writes the graph out.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def channels(counts: dict[str, int]) -> list[Channel]:
         for i in range(counts.get(edge.source, 1)):
             source = f"{edge.source}.{i}"
             if edge.fan == "broadcast":
-                out.append(Channel(f"{source}>{edge.target}s", source, tuple(targets), edge.messages))
+                out.append(
+                    Channel(f"{source}>{edge.target}s", source, tuple(targets), edge.messages)
+                )
             else:
                 out += [Channel(f"{source}>{t}", source, (t,), edge.messages) for t in targets]
     return out

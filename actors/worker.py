@@ -1,7 +1,8 @@
 """The worker actor: one rank of the engine. The only actor whose process imports torch.
 
-Its loop is synchronous and has one thing to do: take the next plan, execute it, answer. While it waits it spins for some microseconds
-(a plan follows an output closely when there is work), then sleeps on two bells: the plans' and the supervisor's.
+Its loop is synchronous and has one thing to do: take the next plan, execute it, answer. While it
+waits it spins for some microseconds (a plan follows an output closely when there is work), then
+sleeps on two bells: the plans' and the supervisor's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..executor.runner import make_runner
 from ..mq import codec, messages
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
+from ..mq.errors import PeerDeadError
 from .boot import Boot
 from .control import Control
 
@@ -21,7 +23,7 @@ SPIN_SECONDS = 50e-6
 
 
 class Worker:
-    """Raises out of `run` what broke it: loading errors (ConfigError) and whatever a step raised."""
+    """Raises out of `run` what broke it: ConfigError while loading, or what a step raised."""
 
     def __init__(self, boot: Boot, control: Control) -> None:
         self._boot = boot
@@ -45,9 +47,12 @@ class Worker:
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(messages.ActorReady(runner.details()))
-        while (payload := self._next_plan()) is not None:
-            self._answer(runner.execute(self._decode(payload)))
-            self._plans.commit()
+        try:
+            while (payload := self._next_plan()) is not None:
+                self._answer(runner.execute(self._decode(payload)))
+                self._plans.commit()
+        except PeerDeadError:
+            self._wait_for_end()
         self._plans.close()
         self._outputs.close()
 
@@ -72,6 +77,16 @@ class Worker:
             plans.disarm()
             if self._ended():
                 return None
+
+    def _wait_for_end(self) -> None:
+        """The scheduler is dead.
+
+        That is the supervisor's business, and so is what becomes of us.
+        """
+        only_control = select.poll()
+        only_control.register(self._control.fileno(), select.POLLIN)
+        while not self._ended():
+            only_control.poll()
 
     def _ended(self) -> bool:
         try:

@@ -1,22 +1,33 @@
-"""The channel: one writer, one or more readers, whole records of bytes in order. The contract of every transport.
+"""The channel: one writer, one or more readers, whole records of bytes in order. The contract.
 
-1. A record arrives whole, once, in order, at every reader, or an error says why not. Any size from 0 bytes up.
-2. `try_send` and `try_receive` never block. `send` and `receive` block the thread for at most `timeout` seconds and
-   raise ChannelTimeout, whose text names the edge, how long was waited, and for a full channel who has not read.
-   Nothing else here blocks. No call may be made from two threads at once.
-3. A reader's place advances only at `commit()`: what was received and not committed is received again by the reader's
-   next incarnation (where the transport keeps it: rings do; see each file). Commit after acting on what was received.
-4. The slowest reader bounds the writer: nothing is ever dropped.
-5. Sleeping: `fileno()` is a descriptor that becomes readable when there may be something to do (a record for a
-   receiver, space for a sender). It is only rung for an end that said it will sleep: `arm()` announces it, and returns
-   False when there is something to do already, in which case don't sleep. After waking, call `disarm()`, which
-   empties the bell, and then look. Spurious wake-ups are allowed; lost ones are not.
-6. Death: when the other side is known to be dead, a sender raises PeerDeadError at once (with several readers: when any
-   is dead), and a receiver raises it once everything sent has been received.
-7. `close()` may be called any number of times; anything else after it raises ChannelClosed. Closing an end tells the
-   other side nothing but what its death would: the supervisor decides who is dead.
+1. A record arrives whole, once, in order, at every reader, or an error says why not. Any size from
+   0 bytes up.
+2. `try_send` and `try_receive` never block. `send` and `receive` block the thread for at most
+   `timeout` seconds and raise ChannelTimeout, whose text names the edge, how long was waited, and
+   for a full channel who has not read. Nothing else here blocks. No call may be made from two
+   threads at once.
+3. A record that `try_send` refused (False) is not sent. Offer the same payload again to go on with
+   it, or another one, and the refused one is never received. (A record larger than a ring is on its
+   way in parts by then: the same payload goes on where it stopped, another makes readers forget
+   it.)
+4. A reader's place advances only at `commit()`: what was received and not committed is received
+   again by the reader's next incarnation (where the transport keeps it: rings do; see each file).
+   Commit after acting on what was received. Only a commit makes space for the writer.
+5. The slowest reader bounds the writer: nothing is ever dropped.
+6. Sleeping: `fileno()` is a descriptor that becomes readable when there may be something to do (a
+   record for a receiver, space for a sender). It is only rung for an end that said it will sleep:
+   `arm()` announces it, and returns False when there is something to do already, in which case
+   don't sleep. After waking, call `disarm()`, which empties the bell, and then look. Spurious
+   wake-ups are allowed; lost ones are not. A sender has something to do unless `try_send` has just
+   refused a record.
+7. Death: when the other side is known to be dead, a sender raises PeerDeadError at once (with
+   several readers: when any is dead), and a receiver raises it once everything sent has been
+   received. Both go on when the supervisor says that the other side is alive again.
+8. `close()` may be called any number of times; anything else after it raises ChannelClosed. Closing
+   an end tells the other side nothing: the supervisor decides who is dead.
 
-Sends from an event loop go through `Outbox` (actors/links.py), which keeps what doesn't fit and goes on when there is space.
+Sends from an event loop go through `Outbox` (actors/links.py), which keeps what doesn't fit and
+goes on when there is space.
 """
 
 from __future__ import annotations
@@ -31,7 +42,7 @@ from .errors import ChannelTimeout
 
 
 class ChannelStats(msgspec.Struct, frozen=True):
-    """capacity and used are bytes (records for transports that count those); records: sent or received in all."""
+    """capacity and used are bytes; records: sent or received in all."""
 
     capacity: int
     used: int
@@ -40,6 +51,9 @@ class ChannelStats(msgspec.Struct, frozen=True):
 
 class _End(abc.ABC):
     edge: str
+
+    # How long to look again and again before sleeping: about what going to sleep and waking costs.
+    spin_seconds = 20e-6
 
     @abc.abstractmethod
     def fileno(self) -> int: ...
@@ -56,21 +70,20 @@ class _End(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
-    def _sleep(self, deadline: float, slice_seconds: float = 0.5) -> None:
-        """Wait on the bell until it rings, the deadline passes, or a slice has gone by (to look whether peers live)."""
+    def _sleep(self, deadline: float) -> None:
+        """Wait on the bell until it rings (which a peer's death does too) or the deadline
+        passes."""
         if self.arm():
-            left = min(deadline - time.monotonic(), slice_seconds)
+            left = deadline - time.monotonic()
             if left > 0:
                 poller = select.poll()
                 poller.register(self.fileno(), select.POLLIN)
-                poller.poll(left * 1000)
+                poller.poll(min(left, 60.0) * 1000)
         self.disarm()
 
 
 class Sender(_End):
     """The writing end."""
-
-    spin_seconds = 20e-6
 
     @abc.abstractmethod
     def try_send(self, payload: bytes) -> bool:
@@ -78,46 +91,50 @@ class Sender(_End):
 
     @abc.abstractmethod
     def laggards(self) -> str:
-        """Which readers hold the writer up, for messages: "reader 1 (pid 17) is 4096 bytes behind"."""
+        """Who holds the writer up, for messages: "reader 1 worker.1 (pid 17) is 4096 bytes
+        behind"."""
 
     def send(self, payload: bytes, timeout: float) -> None:
-        """Send one record, waiting for space. Raises ChannelTimeout, PeerDeadError, ChannelClosed."""
+        """Send one record, waiting for space. Raises ChannelTimeout, PeerDeadError,
+        ChannelClosed."""
         if self.try_send(payload):
             return
         start = time.monotonic()
-        deadline = start + timeout
         while not self.try_send(payload):
-            now = time.monotonic()
-            if now >= deadline:
-                raise ChannelTimeout(f"{self.edge}: full for {now - start:.3f} s; {self.laggards()}")
-            if now - start > self.spin_seconds:
-                self._sleep(deadline)
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise ChannelTimeout(f"{self.edge}: full for {waited:.3f} s; {self.laggards()}")
+            if waited > self.spin_seconds:
+                self._sleep(start + timeout)
 
 
 class Receiver(_End):
     """A reading end."""
 
-    spin_seconds = 20e-6
-
     @abc.abstractmethod
     def try_receive(self) -> bytes | None:
-        """The next record, or None if there is none now. Raises PeerDeadError, ChannelClosed, CorruptRecordError."""
+        """The next record, or None if there is none now.
+
+        Raises PeerDeadError, ChannelClosed, CorruptRecordError.
+        """
 
     @abc.abstractmethod
     def commit(self) -> None:
         """Give up everything received so far: its space is free for the writer."""
 
     def receive(self, timeout: float) -> bytes:
-        """The next record, waiting for it. Raises ChannelTimeout, PeerDeadError, ChannelClosed, CorruptRecordError."""
+        """The next record, waiting for it.
+
+        Raises ChannelTimeout, PeerDeadError, ChannelClosed, CorruptRecordError.
+        """
         payload = self.try_receive()
         if payload is not None:
             return payload
         start = time.monotonic()
-        deadline = start + timeout
         while (payload := self.try_receive()) is None:
-            now = time.monotonic()
-            if now >= deadline:
-                raise ChannelTimeout(f"{self.edge}: nothing received for {now - start:.3f} s")
-            if now - start > self.spin_seconds:
-                self._sleep(deadline)
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise ChannelTimeout(f"{self.edge}: nothing received for {waited:.3f} s")
+            if waited > self.spin_seconds:
+                self._sleep(start + timeout)
         return payload

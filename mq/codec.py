@@ -26,7 +26,9 @@ class Decoder(Generic[T]):
         try:
             message: T = self._decode(payload)
         except msgspec.DecodeError as error:
-            raise CorruptRecordError(f"{len(payload)} bytes are no message of this edge: {error}") from error
+            raise CorruptRecordError(
+                f"{len(payload)} bytes are no message of this edge: {error}"
+            ) from error
         return message
 
 

@@ -1,4 +1,7 @@
-"""Every option, once: its name, type, default, bounds and one line of help. The command line is made from this."""
+"""Every option, once: its name, type, default, bounds and one line of help.
+
+The command line is made from this.
+"""
 
 from __future__ import annotations
 
@@ -15,68 +18,119 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine is made from. Build it with `build`, which checks bounds and names the option at fault."""
+    """What an engine is made from.
 
-    model: Annotated[str, Meta(description="a name from `ringcast models`, a folder, a .gguf file, or a hub id")] = DEFAULT_MODEL
-    tokenizer: Annotated[str | None, Meta(description="take the tokenizer from this model instead")] = None
+    Build it with `build`, which checks bounds and names the option at fault.
+    """
+
+    model: Annotated[
+        str, Meta(description="a name from `ringcast models`, a folder, a .gguf file, or a hub id")
+    ] = DEFAULT_MODEL
+    tokenizer: Annotated[
+        str | None, Meta(description="take the tokenizer from this model instead")
+    ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id")] = None
-    chat_template: Annotated[str | None, Meta(description="a file with a jinja chat template, or the template itself")] = None
+    chat_template: Annotated[
+        str | None, Meta(description="a file with a jinja chat template, or the template itself")
+    ] = None
     generation_config: Annotated[
-        str, Meta(description="'auto': sampling defaults from the model's generation_config.json; 'none': ours")
+        str,
+        Meta(description="'auto': the model's own sampling defaults; 'none': ours"),
     ] = "auto"
-    trust_remote_code: Annotated[bool, Meta(description="refused: no code from a model's repository is ever run")] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="refused: no code from a model's repository is ever run")
+    ] = False
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Meta(description="precision of weights and KV cache; auto is bfloat16 where the processor has it"),
+        Meta(description="of weights and KV cache; auto is bfloat16 where the processor has it"),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights from the config alone")
     ] = "auto"
     device: Annotated[
-        Literal["cpu", "fake"], Meta(description="fake: no model at all, tokens are a function of the prompt (for tests)")
+        Literal["cpu", "fake"],
+        Meta(description="fake: no model at all, tokens are a function of the prompt (for tests)"),
     ] = "cpu"
     seed: Annotated[int, Meta(description="seed of dummy weights")] = 0
-    max_model_len: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="context length; the model's own by default")] = None
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="context length; the model's own by default"),
+    ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences in one step")] = 128
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = 2048
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = (
+        2048
+    )
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one prompt in one step; 0 is only the budget")
     ] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV-cache block")] = 16
-    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts that begin alike")] = True
-    num_gpu_blocks_override: Annotated[Annotated[int, Meta(ge=2)] | None, Meta(description="KV-cache blocks, instead of measuring")] = None
-    kv_cache_memory_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="bytes for the KV cache, instead of a share")] = None
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="reuse the KV blocks of prompts that begin alike")
+    ] = True
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=2)] | None, Meta(description="KV-cache blocks, instead of measuring")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="bytes for the KV cache, instead of a share"),
+    ] = None
     memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of the memory that is free after loading that the KV cache may take")
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="share of the memory that is free after loading that the KV cache may take",
+        ),
     ] = 0.5
-    num_threads: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="threads of a CPU worker; all cores by default")] = None
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="threads of a CPU worker; all cores by default"),
+    ] = None
     max_num_queued_reqs: Annotated[
-        int, Meta(ge=1, description="requests in the engine, running and waiting, before new ones get a 503")
+        int,
+        Meta(
+            ge=1,
+            description="requests in the engine, running and waiting, before new ones get a 503",
+        ),
     ] = 2048
     transport: Annotated[
-        Literal["ring", "zmq"], Meta(description="how actors of one host talk: shared-memory rings, or ZeroMQ over ipc")
+        Literal["ring", "zmq"],
+        Meta(description="how actors of one host talk: shared-memory rings, or ZeroMQ over ipc"),
     ] = "ring"
-    ring_bytes: Annotated[int, Meta(ge=65536, description="size of each shared-memory ring")] = 1 << 20
-    step_timeout: Annotated[float, Meta(gt=0, description="seconds after which a step that has not ended is reported")] = 60.0
-    startup_timeout: Annotated[float, Meta(gt=0, description="seconds for all actors to become ready")] = 600.0
-    shutdown_timeout: Annotated[float, Meta(ge=0, description="seconds that running requests get to end at SIGTERM")] = 30.0
+    ring_bytes: Annotated[int, Meta(ge=65536, description="size of each shared-memory ring")] = (
+        1 << 20
+    )
+    step_timeout: Annotated[
+        float, Meta(gt=0, description="seconds after which a step that has not ended is reported")
+    ] = 60.0
+    startup_timeout: Annotated[
+        float, Meta(gt=0, description="seconds for all actors to become ready")
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that running requests get to end at SIGTERM")
+    ] = 30.0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of the HTTP server alone."""
 
     host: Annotated[str, Meta(description="address to bind")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to bind; 0 takes a free one")] = 8000
-    served_model_name: Annotated[list[str], Meta(description="the names that clients use for the model")] = []
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to bind; 0 takes a free one")] = (
+        8000
+    )
+    served_model_name: Annotated[
+        list[str], Meta(description="the names that clients use for the model")
+    ] = []
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model once its files are found, before anything of it is loaded. Made by frontend/hub.
+    """What is known of a model once its files are found, before it is loaded. Made by frontend/hub.
 
-    name: as the user wrote it. path: the folder with config.json and the weights. tokenizer_path: the folder with
-    tokenizer.json. hf_config: config.json as it is. max_model_len: resolved. eos_token_ids: from generation_config.json,
-    else config.json. sampling_defaults: what generation_config.json sets of SamplingParams' fields.
+    name: as the user wrote it. path: the folder with config.json and the weights. tokenizer_path:
+    the folder with tokenizer.json. hf_config: config.json as it is. max_model_len: resolved.
+    eos_token_ids: from generation_config.json, else config.json. sampling_defaults: what
+    generation_config.json sets of SamplingParams' fields.
     """
 
     name: str
@@ -93,11 +147,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(kind: type[T], options: dict[str, Any]) -> T:
-    """Make a config of `kind` from options by name. Raises ConfigError that names the option and what it accepts."""
+    """Make a config of `kind` from options by name.
+
+    Raises ConfigError that names the option and what it accepts.
+    """
     known = {field.name for field in msgspec.structs.fields(kind)}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"
+        )
     try:
         return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:

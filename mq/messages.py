@@ -1,23 +1,23 @@
-"""Everything that actors ever say, and nothing else. A reader of this file knows the whole conversation.
+"""Everything that actors ever say, and nothing else: read this and know the whole conversation.
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
     client -> tokenizer       Generate, Abort
-    tokenizer -> client       Rejected                      (the request goes no further)
-    tokenizer -> scheduler    AddRequest, AbortRequest      (in order: an abort can't overtake its request)
-    scheduler -> workers      StepPlan                      (broadcast; only what changed)
-    worker -> scheduler       WorkerReady, StepOutput       (only the output rank answers a step)
+    tokenizer -> client       Accepted, or Rejected (the request goes no further)
+    tokenizer -> scheduler    AddRequest, AbortRequest (in order: no abort overtakes its request)
+    scheduler -> workers      StepPlan (broadcast; only what changed)
+    worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
     scheduler -> detokenizer  OpenStream, StreamStep
-    detokenizer -> scheduler  StopStream                    (a stop string was found)
-    detokenizer -> client     Chunks                        (the last chunk of a choice carries its Finish)
+    detokenizer -> scheduler  StopStream (a stop string was found)
+    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish)
 
-A *client* is whatever holds the ledger of requests: an API server, or the process that made an `LLM`.
-A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine: a number that
-the scheduler gives out. An *incarnation* counts how often a request has been handed to an engine, so that
-late results of an older one are recognised and dropped.
+A *client* is whatever holds the ledger of requests: an API server, or the process that made an
+`LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
+a number that the scheduler gives out. An *incarnation* counts how often a request has been handed
+to an engine, so that late results of an older one are recognised and dropped.
 
-Arrays travel as raw little-endian bytes: see `codec.pack` and `codec.ints`. `i32[N]` below is such a field.
-Every time is `time.monotonic()` in seconds (one host, one clock).
+Arrays travel as raw little-endian bytes: see `codec.pack` and `codec.ints`. `i32[N]` below is such
+a field. Every time is `time.monotonic()` in seconds (one host, one clock).
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 class OutputSpec(Message):
     """How a request's output is to be rendered by the detokenizer, and for whom.
 
-    form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render each delta
-        into `Chunk.data` as the bytes of one server-sent event of OpenAI's chat.completion.chunk or text_completion.
+    form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render
+        each delta into `Chunk.data` as the bytes of one server-sent event of OpenAI's
+        chat.completion.chunk or text_completion.
     delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end.
-    index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP request).
+    index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
+        request).
     null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
     """
 
@@ -104,7 +106,10 @@ class Generate(Message, tag="generate"):
 
 
 class Abort(Message, tag="abort"):
-    """End a request. Answered by the Finish("abort") of each choice still open, or by nothing if none is."""
+    """End a request.
+
+    Answered by the Finish("abort") of each choice still open, or by nothing if none is.
+    """
 
     request_id: str
     incarnation: int
@@ -117,14 +122,25 @@ ClientToTokenizer = Generate | Abort
 
 
 class Rejected(Message, tag="rejected"):
-    """The terminal message of a request that the tokenizer refused. The scheduler never hears of it."""
+    """The terminal message of a request that the tokenizer refused.
+
+    The scheduler never hears of it.
+    """
 
     request_id: str
     incarnation: int
     error: ErrorInfo
 
 
-TokenizerToClient = Rejected
+class Accepted(Message, tag="accepted"):
+    """The request has gone on to the scheduler as these tokens, which belong in the ledger."""
+
+    request_id: str
+    incarnation: int
+    prompt_token_ids: bytes  # i32[num_prompt_tokens]
+
+
+TokenizerToClient = Accepted | Rejected
 
 
 class AddRequest(Message, tag="add"):
@@ -151,11 +167,11 @@ TokenizerToScheduler = AddRequest | AbortRequest
 
 
 class NewSequence(Message):
-    """A sequence that enters the workers' batch at `row`, for the first time or again after preemption.
+    """A sequence that enters the workers' batch at `row`, new or again after preemption.
 
-    token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens` have their KV in
-    `block_ids` already; the rest is computed by this and later steps as StepPlan.num_tokens says.
-    `params.seed` and `choice` are the key of the sequence's random draws.
+    token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens`
+    have their KV in `block_ids` already; the rest is computed by this and later steps as
+    StepPlan.num_tokens says. `params.seed` and `choice` are the key of the sequence's random draws.
     """
 
     row: int
@@ -169,15 +185,17 @@ class NewSequence(Message):
 
 
 class StepPlan(Message, tag="plan"):
-    """One step, as a delta to the batch that every worker keeps. Applied in the order of the fields.
+    """One step, as a delta to the batch that every worker keeps, applied in the fields' order.
 
-    removed: rows that leave the batch (finished, aborted, preempted); a row may be given out again in `new`.
+    removed: rows that leave the batch (finished, aborted, preempted); a row may be given out again
+        in `new`.
     new: sequences that enter.
     block_rows, block_ids: block_ids[i] is appended to the block table of row block_rows[i].
     copy_from, copy_to: whole KV blocks copied before the forward pass (copy-on-write of forks).
-    rows, num_tokens: the sequences of this step and how many of their next tokens each computes. A row whose
-        computed tokens reach its known tokens by this is sampled: its new token is appended to it by the worker,
-        and answered in StepOutput. A decode step is num_tokens == 1.
+    rows, num_tokens: the sequences of this step and how many of their next tokens each computes. A
+        row whose computed tokens reach its known tokens by this is sampled: its new token is
+        appended to it by the worker, and answered in StepOutput. A decode step is num_tokens == 1.
+
     An empty plan (no rows) only updates the batch, and is answered with an empty StepOutput.
     """
 
@@ -196,7 +214,7 @@ SchedulerToWorker = StepPlan
 
 
 class WorkerReady(Message, tag="ready"):
-    """The worker has loaded its model and has room for this many KV blocks (block 0 included; see kv_cache.py)."""
+    """The worker has loaded its model and has room for this many KV blocks, block 0 included."""
 
     rank: int
     num_blocks: int
@@ -204,11 +222,11 @@ class WorkerReady(Message, tag="ready"):
 
 
 class TokenLogprobs(Message):
-    """Log-probabilities of M of the tokens of a step, K + 1 wide: the chosen token, then the K likeliest.
+    """Log-probabilities of M tokens of a step, K + 1 wide: the chosen one, then the K likeliest.
 
-    index[m] is the place in the message's token arrays that row m speaks of. Columns beyond what a request asked
-    for hold token id -1. rank is 1 for the likeliest token. Taken from the distribution before temperature,
-    top-k, top-p and min-p (as vLLM's "raw_logprobs").
+    index[m] is the place in the message's token arrays that row m speaks of. Columns beyond what a
+    request asked for hold token id -1. rank is 1 for the likeliest token. Taken from the
+    distribution before temperature, top-k, top-p and min-p (as vLLM's "raw_logprobs").
     """
 
     width: int  # K + 1
@@ -219,7 +237,10 @@ class TokenLogprobs(Message):
 
 
 class StepOutput(Message, tag="output"):
-    """What a step sampled: token_ids[i] is the new token of rows[i]. Rows that were not sampled are not in it."""
+    """What a step sampled: token_ids[i] is the new token of rows[i].
+
+    Rows that were not sampled are not in it.
+    """
 
     step: int
     rows: bytes  # i32[S]
@@ -235,7 +256,10 @@ WorkerToScheduler = WorkerReady | StepOutput
 
 
 class OpenStream(Message, tag="open"):
-    """Choice `choice` of a request will speak as `stream`. Sent for each choice before its first StreamStep."""
+    """Choice `choice` of a request will speak as `stream`.
+
+    Sent for each choice before its first StreamStep.
+    """
 
     stream: int
     request_id: str
@@ -249,8 +273,8 @@ class OpenStream(Message, tag="open"):
 class StreamEnd(Message):
     """The last the scheduler says of a stream; the detokenizer forgets it after this.
 
-    num_tokens: output tokens that count, the EOS or stop token included. Where the detokenizer itself ended the
-        stream by a stop string, this only acknowledges it.
+    num_tokens: output tokens that count, the EOS or stop token included. Where the detokenizer
+        itself ended the stream by a stop string, this only acknowledges it.
     stop_reason: the stop token id, where one was found that is not an EOS id.
     """
 
@@ -263,7 +287,9 @@ class StreamEnd(Message):
 
 
 class StreamStep(Message, tag="step"):
-    """The new tokens of one step for all of this detokenizer's streams, then the streams that end with it."""
+    """The new tokens of one step for all of this detokenizer's streams, then the streams that end
+    with it.
+    """
 
     streams: bytes  # i32[S]
     token_index: bytes  # i32[S]: place of the token in its choice's output, from 0
@@ -276,7 +302,10 @@ SchedulerToDetokenizer = OpenStream | StreamStep
 
 
 class StopStream(Message, tag="stop"):
-    """A stop string was found: the output ends after `num_tokens` tokens. Answered by the stream's StreamEnd."""
+    """A stop string was found: the output ends after `num_tokens` tokens.
+
+    Answered by the stream's StreamEnd.
+    """
 
     stream: int
     num_tokens: int
@@ -302,9 +331,10 @@ class Finish(Message):
 class Chunk(Message):
     """New output of one choice. The tokens in it are first_index .. first_index + len(token_ids).
 
-    text is only the new text; `data` the rendered event (see OutputSpec.form), with nothing for chunks that have
-    neither text nor finish. logprobs.index counts from this chunk's first token; `logprob_tokens` holds the text bytes
-    of each of logprobs.token_ids in row order (None where the id is -1).
+    text is only the new text; `data` the rendered event (see OutputSpec.form), with nothing for
+    chunks that have neither text nor finish. logprobs.index counts from this chunk's first token;
+    `logprob_tokens` holds the text bytes of each of logprobs.token_ids in row order (None where the
+    id is -1).
     """
 
     request_id: str
@@ -338,7 +368,10 @@ class Progress(Message, tag="progress"):
 
 
 class ActorReady(Message, tag="ready"):
-    """This actor does its work from now on. `details` are shown to the user (for a worker: dtype, blocks, ...)."""
+    """This actor does its work from now on.
+
+    `details` are shown to the user (for a worker: dtype, blocks, ...).
+    """
 
     details: dict[str, str | int | float] = {}
 
@@ -366,7 +399,7 @@ class StatusRequest(Message, tag="status?"):
 
 
 class Statistics(Message, tag="statistics"):
-    """A few named numbers that an actor publishes about itself, about once a second while it works."""
+    """A few named numbers that an actor publishes about itself, once a second while it works."""
 
     values: dict[str, float]
 
@@ -377,7 +410,7 @@ ActorToSupervisor = (
 
 
 class BeginDrain(Message, tag="drain"):
-    """Accept nothing new; answer Drained when all that runs has ended, or abort it at the deadline."""
+    """Accept nothing new; answer Drained when all has ended, or was aborted at the deadline."""
 
     timeout: float
 
@@ -418,15 +451,20 @@ class Status(Message, tag="status"):
 
 
 class TopologyReady(Message, tag="topology_ready"):
-    """To clients: every actor is ready, open the door. `details` are those of the workers' ActorReady."""
+    """To clients: every actor is ready, open the door.
+
+    `details` are those of the workers' ActorReady.
+    """
 
     details: dict[str, str | int | float] = {}
 
 
 class Attach(Message, tag="attach"):
-    """To the client that is the process of an `LLM`, not the supervisor's child: its ends of the channels.
+    """To the client that is the process of an `LLM`, not the supervisor's child: its ends of the
+    channels.
 
-    endpoints is a MessagePack list of mq.endpoint.Endpoint; their descriptors come along (SCM_RIGHTS), in order.
+    endpoints is a MessagePack list of mq.endpoint.Endpoint; their descriptors come along
+    (SCM_RIGHTS), in order.
     """
 
     endpoints: bytes

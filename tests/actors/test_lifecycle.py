@@ -129,6 +129,8 @@ def test_any_order_of_events_ends_in_exactly_one_exit(seed):
         else:
             effects = []
         exits += sum(isinstance(e, lifecycle.Exit) for e in effects)
-        generation = max([generation, *(e.generation for e in effects if isinstance(e, lifecycle.Deadline))])
+        generation = max(
+            [generation, *(e.generation for e in effects if isinstance(e, lifecycle.Deadline))]
+        )
     assert not alive
     assert exits == 1

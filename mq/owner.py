@@ -1,0 +1,62 @@
+"""The owner of a channel: keeps its board and its bells while writers and readers come and go.
+
+Who is dead is the owner's to say. It writes the mark and rings everyone's bell, so that whoever
+sleeps looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .board import Board
+from .channel import ChannelStats
+from .doorbell import Doorbell
+
+
+class BoardOwner:
+    """writer, readers: the names of the instances at the two ends."""
+
+    def __init__(self, name: str, writer: str, readers: Sequence[str], board: Board) -> None:
+        self.name = name
+        self.writer = writer
+        self.readers = tuple(readers)
+        self._board = board
+        self.bells = [Doorbell.create() for _ in (writer, *readers)]  # the writer's first
+        self._closed = False
+
+    def mark_dead(self, instance: str) -> None:
+        """From now on the other side of this channel is told that this end is gone."""
+        self._mark(instance, dead=True)
+
+    def mark_alive(self, instance: str) -> None:
+        """Take it back, before a new incarnation of this end starts."""
+        self._mark(instance, dead=False)
+
+    def _mark(self, instance: str, dead: bool) -> None:
+        if instance == self.writer:
+            self._board.mark_writer(dead)
+        else:
+            self._board.mark_reader(self.readers.index(instance), dead)
+        for bell in self.bells:
+            bell.ring()
+
+    def stats(self) -> ChannelStats:
+        return self._board.stats()
+
+    def describe(self) -> str:
+        """One line for people: how full, for how long nothing has fitted, who has not read how
+        much."""
+        stats, full = self._board.stats(), self._board.full_seconds()
+        waits = f"full for {full:.1f} s; " if full else ""
+        return (
+            f"{self.name}: {stats.used} of {stats.capacity} bytes, {stats.records} records; "
+            f"{waits}{self._board.laggards(self.readers)}"
+        )
+
+    def close(self) -> None:
+        """The ends that others have open go on working. May be called any number of times."""
+        if not self._closed:
+            self._closed = True
+            self._board.close()
+            for bell in self.bells:
+                bell.close()

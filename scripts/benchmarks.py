@@ -1,0 +1,218 @@
+"""The benchmarks of scripts/bench: each against a peer in the same run, interleaved, as ratios.
+
+On a shared machine only the ratios of one run mean something; absolute figures come with it for
+orientation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = Path(__file__).resolve().parent / "peers"
+MODEL = "smollm2-135m-instruct"
+
+
+class Worker:
+    """A process that runs one engine and does the work it's told on stdin."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        start = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+        self.seconds_to_ready = time.perf_counter() - start
+
+    def work(self, batch: int, num_in: int, num_out: int, seed: int) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([batch, num_in, num_out, seed]) + "\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@@"):
+                return line[2:].strip()
+        raise SystemExit(f"{self.name} ended with status {self.process.wait()}")
+
+
+def model_folder() -> str:
+    from ringcast.frontend.hub import resolve_model
+    from ringcast.mq.config import EngineConfig
+
+    return resolve_model(EngineConfig(model=MODEL)).path
+
+
+def decode(args: argparse.Namespace) -> None:
+    """Output tokens per second, offline, at several batch sizes, against transformers' generate."""
+    folder = model_folder()
+    python = [sys.executable, "-P"]
+    workers = [
+        Worker("ringcast", [*python, str(PEERS / "ringcast_worker.py"), MODEL, *args.option]),
+        Worker("transformers", [*python, str(PEERS / "transformers_worker.py"), folder]),
+    ]
+    cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells.split(",")]
+    times: dict[tuple[tuple[int, ...], str], list[float]] = {}
+    for worker in workers:
+        for cell in cells:
+            worker.work(*cell, 0)
+    for number in range(args.rounds):
+        for cell in cells:
+            for worker in workers if number % 2 == 0 else workers[::-1]:
+                times.setdefault((cell, worker.name), []).append(worker.work(*cell, number + 1))
+    for worker in workers:
+        worker.close()
+    print("| batch x in x out | engine | out tok/s: median (range) | ratio to transformers |")
+    print("|---|---|---|---|")
+    for cell in cells:
+        tokens = cell[0] * cell[2]
+        for worker in workers:
+            own = times[cell, worker.name]
+            ratios = [b / a for a, b in zip(own, times[cell, "transformers"], strict=True)]
+            rates = [tokens / t for t in own]
+            print(
+                f"| {'x'.join(map(str, cell))} | {worker.name} | {statistics.median(rates):.1f} "
+                f"({min(rates):.1f} to {max(rates):.1f}) | {statistics.median(ratios):.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f}) |"
+            )
+
+
+def startup(args: argparse.Namespace) -> None:
+    """Seconds from `ringcast serve` to the first streamed token, the model already pulled."""
+    model_folder()
+    first = []
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        server = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "ringcast"),
+                "serve",
+                "--port",
+                str(args.port),
+                *args.option,
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            first.append(_first_token(args.port) - start)
+            with urllib.request.urlopen(f"http://127.0.0.1:{args.port}/health") as answer:
+                assert answer.status == 200
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(60)
+    spread = f"{min(first):.2f} to {max(first):.2f}"
+    print(f"serve to first streamed token, s: {statistics.median(first):.2f} ({spread})")
+
+
+def _first_token(port: int) -> float:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 4,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    deadline = time.perf_counter() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        return time.perf_counter()
+            raise SystemExit("the stream ended without a token")
+        except OSError:
+            if time.perf_counter() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def size(args: argparse.Namespace) -> None:
+    """Installed packages and their megabytes, without the test and development extras."""
+    names, todo = set(), ["ringcast"]
+    from packaging.requirements import Requirement
+
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        if name in names:
+            continue
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        names.add(name)
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+    total = 0
+    for name in names:
+        for file in importlib.metadata.distribution(name).files or []:
+            path = Path(str(file.locate()))
+            total += path.stat().st_size if path.is_file() else 0
+    print(f"{len(names)} packages, {total / 1e6:,.0f} MB")
+
+
+def refuse_untested() -> None:
+    recorded = ROOT / ".venv" / "tested"
+    tree = subprocess.run(
+        ["scripts/tree_hash"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    if not recorded.exists() or recorded.read_text() != tree:
+        raise SystemExit(
+            "this tree's tests haven't passed yet: run scripts/test first (or give --untested)"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parser.add_argument("benchmark", choices=["decode", "startup", "size"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cells", default="1x32x128,8x32x128", help="batch x tokens in x tokens out, by commas"
+    )
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        help="passed on to Ringcast (decode: name=json; startup: a flag)",
+    )
+    parser.add_argument(
+        "--untested",
+        action="store_true",
+        help="measure although the tests haven't passed on this tree",
+    )
+    args = parser.parse_args()
+    if not args.untested:
+        refuse_untested()
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")
+    }
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {versions}")
+    {"decode": decode, "startup": startup, "size": size}[args.benchmark](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The default model in float32 against transformers on the same weights: the same greedy tokens,
+however they are computed.
+
+Thirty-two prompts of mixed lengths, batched together. Where two continuations part, it must be a
+tie: the two best logits of transformers at that place lie closer than 1e-3. Every way of computing
+asserts that it really was taken.
+"""
+
+from __future__ import annotations
+
+import pytest
+from in_process import InProcessEngine
+
+from ringcast.frontend.hub import resolve_model
+from ringcast.mq.config import EngineConfig, build
+from ringcast.mq.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.model
+
+NUM_TOKENS = 64
+TIE = 1e-3
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SHARED = "You are a careful assistant who answers in plain words and short sentences. "
+SUBJECTS = (
+    "The capital of France is",
+    "Water boils at",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "2 + 2 =",
+    "The quick brown fox",
+    "Dear Sir or Madam,",
+    "In 1969,",
+    "Der Himmel ist",
+    "El perro come",
+    "Photosynthesis is the process by which",
+    "To bake bread, you need",
+    "The largest planet is",
+    "import numpy as np\n",
+    "SELECT name FROM",
+    "Shakespeare wrote",
+)
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return resolve_model(EngineConfig())
+
+
+@pytest.fixture(scope="module")
+def prompts(spec):
+    from tokenizers import Tokenizer
+
+    encode = Tokenizer.from_file(f"{spec.tokenizer_path}/tokenizer.json").encode
+    short = [encode(subject).ids for subject in SUBJECTS]
+    long = [
+        encode(SHARED * (1 + number % 4) + subject).ids for number, subject in enumerate(SUBJECTS)
+    ]
+    return [*short, *long]
+
+
+@pytest.fixture(scope="module")
+def reference(spec, prompts):
+    """transformers' model, and its greedy continuation of every prompt (left-padded, one batch)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            min_new_tokens=NUM_TOKENS,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+        )
+    return model, out[:, width:].tolist()
+
+
+def engine(spec, **options):
+    config = build(
+        EngineConfig,
+        {"dtype": "float32", "num_gpu_blocks_override": 1024, "max_model_len": 2048, **options},
+    )
+    return InProcessEngine(config, spec)
+
+
+def same_or_tied(prompts, reference, outputs):
+    """How many continuations are equal throughout; fails where one parts without a tie."""
+    import torch
+
+    model, expected = reference
+    equal = 0
+    for prompt, want, got in zip(prompts, expected, outputs, strict=True):
+        assert len(got) == NUM_TOKENS
+        if got == want:
+            equal += 1
+            continue
+        place = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + want[:place]])).logits[0, -1]
+        best = logits.topk(2).values
+        assert float(best[0] - logits[got[place]]) < TIE, (place, float(best[0] - best[1]))
+    return equal
+
+
+def test_equals_transformers_batched_together(spec, prompts, reference):
+    run = engine(spec)
+    outputs = run.generate(prompts, GREEDY)
+    assert same_or_tied(prompts, reference, outputs) >= 28
+
+
+def test_mixed_steps_and_prefix_caching(spec, prompts, reference):
+    run = engine(spec, max_num_seqs=8, enable_prefix_caching=True)
+    assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
+    statistics = run.scheduler.statistics()
+    assert statistics["mixed_steps"] > 0
+    assert statistics["prefix_cache_hits"] > 0
+
+
+def test_without_prefix_caching(spec, prompts, reference):
+    run = engine(spec, max_num_seqs=8, enable_prefix_caching=False)
+    assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
+    assert run.scheduler.statistics()["prefix_cache_hits"] == 0
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_chunked_prefill(spec, prompts, reference, chunk):
+    run = engine(spec, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+    assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
+    statistics = run.scheduler.statistics()
+    assert statistics["chunked_prefills"] > 1
+    assert statistics["mixed_steps"] > 0
+
+
+def test_preemption_when_blocks_run_out(spec, prompts, reference):
+    run = engine(spec, num_gpu_blocks_override=48, max_model_len=256)
+    assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
+    assert run.scheduler.statistics()["preemptions"] > 0
+
+
+def test_alone_or_together(spec, prompts, reference):
+    run = engine(spec)
+    alone = [run.generate([prompt], GREEDY)[0] for prompt in prompts[:3]]
+    assert same_or_tied(prompts[:3], (reference[0], reference[1][:3]), alone) == 3
