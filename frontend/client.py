@@ -1,18 +1,19 @@
-"""The ledger of a client's requests: what was asked, what has been emitted, and who waits for it. No transport, no clock.
+"""The ledger of a client's requests: what was asked and emitted, and who waits. No transport.
 
-1. A request is open from `submit` until every one of its choices has had its one terminal: a Finish, the request's
-   Rejected, or the death of the engine (`fail_all`).
-2. Aborting ends nothing by itself. It asks the engine, and the entry stays as a tombstone until the engine has answered,
-   so that a late chunk is known for what it is. The caller need not wait for that.
-3. A choice's tokens are counted. A chunk whose tokens have been seen, one of another incarnation, and one of a request
-   that isn't open are dropped; a chunk that leaves a gap is a broken invariant.
+1. A request is open from `submit` until every one of its choices has had its one terminal: a
+   Finish, the request's Rejected, or the death of the engine (`fail_all`).
+2. Aborting ends nothing by itself. It asks the engine, and the entry stays as a tombstone until the
+   engine has answered, so that a late chunk is known for what it is. The caller need not wait.
+3. A choice's tokens are counted. A chunk whose tokens have been seen, one of another incarnation,
+   and one of a request that isn't open are dropped; one that leaves a gap is a broken invariant.
 
     state      submit   chunk           last Finish   Rejected        abort      engine died
     open       -        to the caller   closed        closed, raises  aborting   closed, raises
     aborting   -        to the caller   closed        closed, raises  -          closed, raises
     closed     -        dropped         dropped       dropped         -          -
 
-What arrives for a caller waits in a Mailbox. Several requests can share one (a batch of prompts has one reader).
+What arrives for a caller waits in a Mailbox, which several requests can share (a batch of prompts
+has one reader).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..mq.errors import (
 )
 from ..mq.messages import (
     Abort,
+    Accepted,
     Chunk,
     Chunks,
     ErrorInfo,
@@ -100,11 +102,12 @@ class Mailbox:
 
 
 class RequestHandle:
-    """A request in the ledger. Iterate over it for its chunks; leave its `with` block early and it is aborted.
+    """A request in the ledger. Iterate over it for its chunks; leaving its `with` block aborts it.
 
     request: what was sent to the engine, the drawn seed included.
     emitted: by choice, the token ids handed to the caller so far (i32 bytes).
     finishes: by choice, its terminal, once it has come.
+    prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
     mailbox: where its chunks arrive.
     """
 
@@ -118,6 +121,7 @@ class RequestHandle:
         "emitted",
         "finishes",
         "mailbox",
+        "prompt_token_ids",
         "request",
     )
 
@@ -128,6 +132,7 @@ class RequestHandle:
         self.emitted = [bytearray() for _ in range(n)]
         self.finishes: list[Finish | None] = [None] * n
         self.aborting = False
+        self.prompt_token_ids = b""
         self._num_unfinished = n
         self._client = client
         self._discard = False
@@ -144,7 +149,7 @@ class RequestHandle:
         return self._num_unfinished > 0
 
     def abort(self) -> None:
-        """Ask the engine to end this request. Its chunks end with the Finish("abort") of each choice still open."""
+        """Ask the engine to end this request: each choice still open gets a Finish("abort")."""
         self._client.abort(self)
 
     def discard(self) -> None:
@@ -175,13 +180,15 @@ class RequestHandle:
         self.discard()
 
     def accept(self, chunk: Chunk) -> bool:
-        """Take a chunk of the engine's into the ledger and hand it on; False if it is a duplicate."""
+        """Take a chunk into the ledger and hand it on; False if it is a duplicate."""
         choice = chunk.choice
         emitted = self.emitted[choice]
         place = chunk.first_index * _TOKEN_BYTES
         if self.finishes[choice] is not None or place < len(emitted):
             return False
-        assert place == len(emitted), f"{self.request_id}: tokens before {chunk.first_index} are missing"
+        assert place == len(emitted), (
+            f"{self.request_id}: tokens before {chunk.first_index} are missing"
+        )
         emitted += chunk.token_ids
         finish = chunk.finish
         if finish is None:
@@ -211,7 +218,7 @@ class RequestHandle:
 
 
 class EngineClient:
-    """What hands requests to an engine and takes its answers. Everything in it runs on one event loop.
+    """Hands requests to an engine and takes its answers. All of it runs on one event loop.
 
     send: `send(to, message)` to an actor of the engine; must not block.
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
@@ -239,7 +246,7 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine holds: running, waiting, and aborted but not yet acknowledged."""
+        """Requests that the engine holds: running, waiting, or aborted and not yet acknowledged."""
         return len(self._ledger)
 
     @property
@@ -256,7 +263,7 @@ class EngineClient:
         cache_salt: str = "",
         mailbox: Mailbox | None = None,
     ) -> RequestHandle:
-        """Send a request to the engine. `output.client` is set here; without `output`, one raw chunk per choice.
+        """Send a request to the engine. Without `output`, each choice is one raw chunk at its end.
 
         Raises OverloadedError when the engine is full or drains, and EngineDeadError.
         """
@@ -288,7 +295,7 @@ class EngineClient:
             self.abort(handle)
 
     def deliver(self, source: str, message: Message) -> None:
-        """Take in a message of the engine's: Chunks or Rejected."""
+        """Take in a message of the engine's: Chunks, Accepted or Rejected."""
         if isinstance(message, Chunks):
             for chunk in message.chunks:
                 handle = self._ledger.get(chunk.request_id)
@@ -301,6 +308,11 @@ class EngineClient:
                 elif chunk.finish is not None and not handle.open:
                     self._close(handle)
             return
+        if isinstance(message, Accepted):
+            handle = self._ledger.get(message.request_id)
+            if handle is not None and handle.request.incarnation == message.incarnation:
+                handle.prompt_token_ids = message.prompt_token_ids
+            return
         assert isinstance(message, Rejected), f"{source} sent a {type(message).__name__}"
         handle = self._ledger.get(message.request_id)
         if handle is None or handle.request.incarnation != message.incarnation:
@@ -310,7 +322,7 @@ class EngineClient:
         self._close(handle)
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """The engine is gone: every open request raises `error`, and so does every further `submit`."""
+        """The engine is gone: every open request raises `error`, and every further `submit`."""
         self.dead = error
         for handle in list(self._ledger.values()):
             handle.fail(copy.copy(error))
@@ -328,10 +340,11 @@ class EngineClient:
             await waiter
 
     def statistics(self) -> dict[str, float]:
+        """dropped: chunks and rejections seen before, or of requests that aren't open."""
         return {
-            "client_open": float(len(self._ledger)),
-            "client_submitted": float(self._num_submitted),
-            "client_dropped_chunks": float(self._num_dropped),
+            "open": len(self._ledger),
+            "requests": self._num_submitted,
+            "dropped": self._num_dropped,
         }
 
     def _refuse_if_unable(self) -> None:
@@ -341,7 +354,8 @@ class EngineClient:
             raise OverloadedError("the server is shutting down and takes no new requests")
         if not self.room:
             raise OverloadedError(
-                f"{self.num_open} requests are running or waiting, as many as max_num_queued_reqs allows"
+                f"{self.num_open} requests are running or waiting, "
+                "as many as max_num_queued_reqs allows"
             )
 
     def _close(self, handle: RequestHandle) -> None:
@@ -354,7 +368,7 @@ class EngineClient:
 
 
 def error_of(info: ErrorInfo | None) -> RingcastError:
-    """The exception that tells the caller what the engine said; `status`, `param` and `code` are on it."""
+    """What the engine said, as an exception with its `status`, `param` and `code`."""
     if info is None:
         return RequestFailedError("the request failed inside the engine")
     if info.status == OverloadedError.status:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
+from ..actors.text.logprob_rows import LogprobRow, unpack_rows
 from ..mq import codec
-from ..mq.messages import Chunk, Finish, TokenLogprobs
+from ..mq.messages import Chunk, Finish
 from .client import RequestHandle
 
 
@@ -21,10 +21,10 @@ class Logprob:
 
 @dataclasses.dataclass(slots=True)
 class CompletionOutput:
-    """One choice. `logprobs` has, for each token, the chosen one and the likeliest ones by token id.
+    """One choice. `logprobs` has for each token the chosen one and the likeliest ones, by token id.
 
-    finish_reason: "stop", "length", "abort", or None while it runs. stop_reason: the stop string or stop token id
-    that ended it, None for an EOS.
+    finish_reason: "stop", "length", "abort", or None while it runs.
+    stop_reason: the stop string or stop token id that ended it, None for an EOS.
     """
 
     index: int
@@ -42,7 +42,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """All choices of one request. prompt and prompt_token_ids are as the user gave them (None for what was not given)."""
+    """All choices of one request. Of prompt and prompt_token_ids, the one that the user gave."""
 
     request_id: str
     prompt: str | None
@@ -70,10 +70,9 @@ class ChoiceBuilder:
             self._texts.append(chunk.text)
         if chunk.finish is not None:
             self.finish = chunk.finish
-        if chunk.logprobs is not None:
-            for entry in token_logprobs(chunk.logprobs, chunk.logprob_tokens):
-                self._cumulative += next(iter(entry.values())).logprob
-                self._logprobs.append(entry)
+        for row in logprob_rows(chunk):
+            self._cumulative += row.logprobs[0]
+            self._logprobs.append(_by_token_id(row))
 
     @property
     def text(self) -> str:
@@ -131,20 +130,20 @@ class RequestBuilder:
         )
 
 
-def token_logprobs(
-    logprobs: TokenLogprobs, tokens: list[bytes | None]
-) -> Iterator[dict[int, Logprob]]:
-    """For each row, token id to Logprob: the chosen token first, then the likeliest in order."""
-    width = logprobs.width
-    ids = codec.ints(logprobs.token_ids).tolist()
-    values = codec.floats(logprobs.logprobs).tolist()
-    for row, rank in enumerate(codec.ints(logprobs.rank).tolist()):
-        entry: dict[int, Logprob] = {}
-        for column in range(width):
-            place = row * width + column
-            if ids[place] < 0:
-                continue
-            text = (tokens[place] or b"").decode(errors="replace")
-            # The chosen token may come again among the likeliest, where its place is its rank.
-            entry.setdefault(ids[place], Logprob(values[place], column or rank, text))
-        yield entry
+def logprob_rows(chunk: Chunk) -> list[LogprobRow]:
+    """The log-probabilities in a chunk, one row for each of its tokens."""
+    if chunk.logprobs is None:
+        return []
+    return unpack_rows(chunk.logprobs, chunk.logprob_tokens, chunk.first_index)
+
+
+def _by_token_id(row: LogprobRow) -> dict[int, Logprob]:
+    entry: dict[int, Logprob] = {}
+    columns = zip(row.token_ids, row.logprobs, row.texts, strict=True)
+    for column, (token_id, logprob, text) in enumerate(columns):
+        if text is not None:
+            # The chosen token often comes again among the likeliest, where its column is its rank.
+            entry.setdefault(
+                token_id, Logprob(logprob, column or row.rank, text.decode(errors="replace"))
+            )
+    return entry

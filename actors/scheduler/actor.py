@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from typing import Any
 
-from ...mq import messages
 from ..base import Actor
 from ..core import Core
 from .core import SchedulerCore

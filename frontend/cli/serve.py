@@ -13,9 +13,8 @@ from ...actors.lifecycle import TellDeath
 from ...actors.supervisor import Supervisor
 from ...mq import messages
 from ...mq.config import EngineConfig, ServerConfig
-from ...mq.errors import ConfigError
-from ..hub import resolve_model
 from ..http.listener import bind
+from ..hub import resolve_model
 from .options import add_options, read_options
 from .progress import StartProgress
 
@@ -30,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     engine = read_options(args, EngineConfig)
     server = read_options(args, ServerConfig)
     with bind(server.host, server.port) as listener, StartProgress() as progress:
-        spec = resolve_model(engine, lambda what, done, total: progress.update(what, what, done, total))
+        spec = resolve_model(
+            engine, lambda what, done, total: progress.update(what, what, done, total)
+        )
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
         reporter = ConsoleReporter(progress, server.served_model_name[0], start)

@@ -69,7 +69,9 @@ class ApiServer(Actor):
         listener = socket.socket(fileno=self.boot.listen_fd)
         host, port = listener.getsockname()[:2]
         await web.SockSite(self._runner, listener, backlog=1024).start()
-        self.control.send(messages.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}"))
+        self.control.send(
+            messages.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        )
 
     async def _drain(self, timeout: float) -> None:
         """Refuse new requests, let those that run end, abort what is left at the deadline."""

@@ -1,4 +1,4 @@
-"""The server's listening socket, bound before anything slow starts, so that a taken port is said at once."""
+"""The server's listening socket, bound first of all, so that a taken port is said at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...mq.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound and listening TCP socket. Connections made before the server is ready are refused by nobody: they wait.
+    """A bound and listening TCP socket. Who connects before the server is ready waits for it.
 
     Raises ConfigError when the address is taken or isn't this machine's.
     """
@@ -28,9 +28,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port = {port}: taken on {host} by another process; choose another with --port, or 0 for a free one"
+                f"port = {port}: taken on {host} by another process; "
+                "choose another with --port, or 0 for a free one"
             ) from None
         if error.errno == errno.EACCES:
-            raise ConfigError(f"port = {port}: needs privileges; choose one above 1023 with --port") from None
+            raise ConfigError(
+                f"port = {port}: needs privileges; choose one above 1023 with --port"
+            ) from None
         raise ConfigError(f"host = {host!r}, port = {port}: {error.strerror}") from None
     return listener

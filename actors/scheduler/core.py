@@ -1,0 +1,312 @@
+"""The scheduler's core: requests in, step plans to the workers, tokens and ends to the detokenizer.
+
+    AddRequest     opens a stream for each choice. The first choice waits for a row and blocks, the
+                   others for its prefill.
+    StepOutput     gives each sampled sequence its token. The first token of a request's first
+                   choice lets the others fork.
+    StopStream     ends a stream after so many tokens.
+    AbortRequest   ends what is open of a request.
+    WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
+
+Every stream that is opened ends by exactly one StreamEnd, unless its request comes again with a
+newer incarnation: then the old streams fall silent. What arrives for something that is no more (an
+abort, a stop, a token of a row given up) is dropped.
+
+At a flush all tokens and ends go out as one StreamStep, and one plan at most: a step is planned
+when fewer than `max_steps_in_flight` are out. A sequence whose next token is still in flight is not
+part of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Series
+from itertools import count
+from typing import Any
+
+from ...mq import codec, messages
+from ...mq.config import EngineConfig, ModelSpec
+from ..core import Send
+from .kv_cache import KVCache
+from .outbox import Outbox
+from .planner import Planner
+from .request import Request
+from .sequence import Sequence
+from .step import Step
+
+
+class SchedulerCore:
+    """Implements actors/core.py's Core: `handle` only takes note, `flush` sends."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        num_workers: int = 1,
+        name: str = "scheduler.0",
+        detokenizer: str = "detokenizer.0",
+        max_steps_in_flight: int = 1,
+    ) -> None:
+        self.name = name
+        self.kv = KVCache(config.block_size, config.enable_prefix_caching)
+        self.planner = Planner(config, self.kv)
+        self._spec = spec
+        self._num_workers = num_workers
+        self._detokenizer = detokenizer
+        self._max_steps_in_flight = max_steps_in_flight
+        self._workers: dict[int, messages.WorkerReady] = {}  # by rank
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[int, Sequence] = {}
+        self._next_stream = count()
+        self._in_flight: dict[int, Step] = {}
+        self._num_steps = 0
+        self._generation_tokens = 0
+        self._outbox = Outbox()
+        self._handlers: dict[type, Any] = {
+            messages.StepOutput: self._take_output,
+            messages.AddRequest: self._add,
+            messages.AbortRequest: self._abort,
+            messages.StopStream: self._stop,
+            messages.WorkerReady: self._worker_ready,
+        }
+
+    def handle(self, source: str, message: Any, now: float) -> Series[Send]:
+        self._handlers[type(message)](message)
+        return ()
+
+    def flush(self, now: float) -> Series[Send]:
+        sends = []
+        if self.ready and self._streams and len(self._in_flight) < self._max_steps_in_flight:
+            planned = self.planner.plan(self._num_steps)
+            if planned is not None:
+                step, removed = planned
+                self._in_flight[step.number] = step
+                self._num_steps += 1
+                sends.append(Send("workers", step.plan(removed)))
+        sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
+        return sends
+
+    def abort_all(self, error: messages.ErrorInfo | None = None) -> None:
+        """End every stream, with the error if there is one. The ends go out at the next flush."""
+        for sequence in list(self._streams.values()):
+            self._end(sequence, "error" if error else "abort", error=error)
+
+    @property
+    def ready(self) -> bool:
+        return len(self._workers) == self._num_workers
+
+    @property
+    def num_unfinished(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def statistics(self) -> dict[str, float]:
+        """running to free_blocks are of now; prefix_cache_queries and all after it are totals.
+
+        chunked_prefills counts the chunks that left a part of their prompt for a later step;
+        mixed_steps those with both a sequence that computed several tokens and one that computed
+        one.
+        """
+        planner, pool = self.planner, self.kv.pool
+        running = len(planner.running)
+        return {
+            "running": running,
+            "waiting": len(self._streams) - running,
+            "kv_usage": self.kv.usage,
+            "num_blocks": pool.num_blocks,
+            "free_blocks": pool.num_free,
+            "prefix_cache_queries": planner.prefix_queries,
+            "prefix_cache_hits": planner.prefix_hits,
+            "preemptions": planner.preemptions,
+            "forks": planner.num_forks,
+            "steps": self._num_steps,
+            "mixed_steps": planner.mixed_steps,
+            "chunked_prefills": planner.chunked_prefills,
+            "scheduled_tokens": planner.scheduled_tokens,
+            "prompt_tokens": planner.prompt_tokens,
+            "generation_tokens": self._generation_tokens,
+        }
+
+    def check(self) -> None:
+        """Assert that no block, row or stream is lost. For tests and whenever the engine idles."""
+        planner = self.planner
+        sequences = self._streams.values()
+        self.kv.check(sequences)
+        rows = [sequence.row for sequence in planner.running.values()]
+        assert len(rows) == len(set(rows)), "two sequences have one row"
+        held = {s.stream for request in self._requests.values() for s in request.held}
+        early = {stream for stream in self._streams if not self.ready}
+        known = {*planner.running, *planner.forks, *planner.waiting, *held, *early}
+        assert known == set(self._streams), "a stream is lost, or kept after its end"
+        assert known == {stream for request in self._requests.values() for stream in request.open}
+        for sequence in sequences:
+            running = sequence.stream in planner.running
+            assert (sequence.row >= 0) == running
+            assert not (running and sequence.copy_source), "its copy is made, and the source held"
+
+    def _add(self, message: messages.AddRequest) -> None:
+        old = self._requests.get(message.request_id)
+        if old is not None:
+            if message.incarnation <= old.incarnation:
+                return
+            for sequence in list(old.open.values()):
+                self._forget(sequence)
+        streams = [next(self._next_stream) for _ in range(message.params.n)]
+        spec = self._spec
+        request = Request(message, streams, spec.eos_token_ids, spec.max_model_len)
+        self._requests[request.request_id] = request
+        for stream, sequence in request.open.items():
+            self._streams[stream] = sequence
+            self._outbox.opens.append(
+                messages.OpenStream(
+                    stream=stream,
+                    request_id=request.request_id,
+                    incarnation=request.incarnation,
+                    choice=sequence.choice,
+                    num_prompt_tokens=sequence.num_prompt,
+                    params=request.params,
+                    output=message.output,
+                )
+            )
+        if self.ready:
+            self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        refusal = self._refusal(len(request.prompt))
+        if refusal is not None:
+            for sequence in list(request.open.values()):
+                self._end(sequence, "error", error=refusal)
+            return
+        for sequence in request.open.values():
+            # The last token of a sequence is never computed, so it needs no slot.
+            sequence.max_length = min(sequence.max_length, self.kv.num_slots + 1)
+        self.planner.add(request.first)
+
+    def _refusal(self, num_tokens: int) -> messages.ErrorInfo | None:
+        longest, slots = self._spec.max_model_len, self.kv.num_slots
+        if not num_tokens:
+            return messages.ErrorInfo("the prompt is empty: it must have at least 1 token")
+        if num_tokens + 1 > longest:
+            room = f"the context is {longest} tokens long"
+        elif num_tokens + 1 > slots:
+            blocks = f"{self.kv.pool.num_usable} blocks of {self.kv.block_size}"
+            room = f"the KV cache has room for {slots} tokens ({blocks})"
+        else:
+            return None
+        return messages.ErrorInfo(
+            f"the prompt has {num_tokens} tokens, and {room}, of which the output needs at least 1",
+            code="context_length_exceeded",
+        )
+
+    def _abort(self, message: messages.AbortRequest) -> None:
+        request = self._requests.get(message.request_id)
+        if request is not None and request.incarnation == message.incarnation:
+            for sequence in list(request.open.values()):
+                self._end(sequence, "abort")
+
+    def _stop(self, message: messages.StopStream) -> None:
+        sequence = self._streams.get(message.stream)
+        if sequence is not None:
+            assert 0 < message.num_tokens <= sequence.num_output
+            del sequence.tokens[sequence.num_prompt + message.num_tokens :]
+            self._end(sequence, "stop")
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: messages.FinishReason,
+        stop_reason: int | None = None,
+        error: messages.ErrorInfo | None = None,
+    ) -> None:
+        self._forget(sequence)
+        self._outbox.ends.append(
+            messages.StreamEnd(
+                stream=sequence.stream,
+                reason=reason,
+                num_tokens=sequence.num_output,
+                stop_reason=stop_reason,
+                num_cached_tokens=max(sequence.num_cached, 0),
+                error=error,
+            )
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self.planner.remove(sequence)
+        if sequence in request.held:
+            request.held.remove(sequence)
+        del self._streams[sequence.stream]
+        del request.open[sequence.stream]
+        if not request.open:
+            del self._requests[request.request_id]
+
+    def _worker_ready(self, message: messages.WorkerReady) -> None:
+        assert message.rank not in self._workers, f"worker {message.rank} got ready twice"
+        assert message.block_size == self.kv.block_size, (
+            "worker and scheduler disagree on block_size"
+        )
+        self._workers[message.rank] = message
+        if self.ready:
+            self.kv.open(min(worker.num_blocks for worker in self._workers.values()))
+            for request in list(self._requests.values()):
+                self._admit(request)
+
+    def _take_output(self, output: messages.StepOutput) -> None:
+        step = self._in_flight.pop(output.step, None)
+        if step is None:
+            return
+        kv = self.kv
+        for row, sequence, num_computed in step.chunks:
+            if step.is_current(sequence, row) and num_computed >= sequence.cache_at:
+                kv.register(sequence, num_computed)
+        rows = codec.ints(output.rows).tolist()
+        token_ids = codec.ints(output.token_ids).tolist()
+        first = len(self._outbox.token_ids)
+        dropped = self._append(step, rows, token_ids)
+        self._generation_tokens += len(rows) - len(dropped)
+        if output.logprobs is not None:
+            self._outbox.add_logprobs(output.logprobs, rows, dropped, first)
+
+    def _append(self, step: Step, rows: list[int], token_ids: list[int]) -> set[int]:
+        """Give each row's sequence its token. Returns the rows that have changed hands since.
+
+        The hot loop: what happens to every token happens here.
+        """
+        outbox = self._outbox
+        streams, indices, kept = outbox.streams, outbox.token_index, outbox.token_ids
+        sequences, number = step.sequences, step.number
+        dropped = set()
+        for row, token in zip(rows, token_ids, strict=True):
+            sequence = sequences.get(row)
+            if sequence is None or sequence.row != row or sequence.entered_step > number:
+                dropped.add(row)
+                continue
+            tokens = sequence.tokens
+            length = len(tokens)  # all of them computed by this step
+            if length >= sequence.cache_at:
+                self.kv.register(sequence, length)
+            tokens.append(token)
+            index = length - sequence.num_prompt
+            streams.append(sequence.stream)
+            indices.append(index)
+            kept.append(token)
+            if not index:
+                self._fork(sequence)
+            length += 1
+            if token in sequence.stop_ids and length >= sequence.min_length:
+                self._end(sequence, "stop", self._stop_reason(token))
+            elif length >= sequence.max_length:
+                self._end(sequence, "length")
+        return dropped
+
+    def _fork(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.held:
+            held, request.held = request.held, []
+            self.planner.fork(sequence, held)
+
+    def _stop_reason(self, token: int) -> int | None:
+        return None if token in self._spec.eos_token_ids else token

@@ -1,0 +1,82 @@
+"""What the detokenizer is to hear at the next flush: openings, tokens and ends of streams."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...mq import codec, messages
+from .packed import packed
+
+
+class Outbox:
+    """The core appends to the lists; `drain` makes messages of them, with one StreamStep."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def add_logprobs(
+        self, logprobs: messages.TokenLogprobs, rows: list[int], dropped: set[int], first: int
+    ) -> None:
+        """`logprobs` of a StepOutput with `rows`. The first row not dropped is at `first` here."""
+        kept = np.array([row not in dropped for row in rows], dtype=bool)
+        place = first + np.cumsum(kept, dtype=np.int32) - 1
+        index = codec.ints(logprobs.index)
+        wanted = kept[index]
+        if not wanted.any():
+            return
+        shape = (len(index), logprobs.width)
+        self._logprobs.append(
+            messages.TokenLogprobs(
+                width=logprobs.width,
+                index=codec.pack(place[index][wanted]),
+                token_ids=codec.ints(logprobs.token_ids).reshape(shape)[wanted].tobytes(),
+                logprobs=codec.floats(logprobs.logprobs).reshape(shape)[wanted].tobytes(),
+                rank=codec.ints(logprobs.rank)[wanted].tobytes(),
+            )
+        )
+
+    def drain(self) -> list[messages.OpenStream | messages.StreamStep]:
+        out: list[messages.OpenStream | messages.StreamStep] = [*self.opens]
+        if self.streams or self.ends:
+            out.append(
+                messages.StreamStep(
+                    streams=packed(self.streams),
+                    token_index=packed(self.token_index),
+                    token_ids=packed(self.token_ids),
+                    ends=self.ends,
+                    logprobs=_joined(self._logprobs),
+                )
+            )
+        if out:
+            self._clear()
+        return out
+
+    def _clear(self) -> None:
+        self.opens: list[messages.OpenStream] = []
+        self.streams: list[int] = []
+        self.token_index: list[int] = []
+        self.token_ids: list[int] = []
+        self.ends: list[messages.StreamEnd] = []
+        self._logprobs: list[messages.TokenLogprobs] = []
+
+
+def _joined(parts: list[messages.TokenLogprobs]) -> messages.TokenLogprobs | None:
+    """Of several steps, as wide as the widest."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    width = max(part.width for part in parts)
+    ids, values = [], []
+    for part in parts:
+        padding = ((0, 0), (0, width - part.width))
+        shape = (-1, part.width)
+        part_ids = codec.ints(part.token_ids).reshape(shape)
+        part_values = codec.floats(part.logprobs).reshape(shape)
+        ids.append(np.pad(part_ids, padding, constant_values=-1).tobytes())
+        values.append(np.pad(part_values, padding, constant_values=-np.inf).tobytes())
+    return messages.TokenLogprobs(
+        width=width,
+        index=b"".join(part.index for part in parts),
+        token_ids=b"".join(ids),
+        logprobs=b"".join(values),
+        rank=b"".join(part.rank for part in parts),
+    )

@@ -1,0 +1,85 @@
+"""A sequence: one choice of a request, with its tokens and its KV blocks.
+
+    state     where it is found   row    blocks   leaves it
+    held      Request.held        -1     no       when the first choice has its first token: with a
+                                                  free block -> forking, else -> waiting
+    waiting   Planner.waiting     -1     no       when there is a row, budget, blocks -> running
+    forking   Planner.forks       -1     yes      in the next plan: if there is a row and budget
+                                                  -> running, else -> waiting
+    running   Planner.running     >= 0   yes      preempted -> waiting
+    ended     nowhere             -1     no
+
+A sequence of any state may end (its last token, StopStream, AbortRequest). The workers know exactly
+the running ones, by row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .request import Request
+
+NEVER = 1 << 62  # a length that no sequence reaches
+
+
+class Sequence:
+    """tokens: prompt, then output; a held sequence has its request's own list, which must not grow.
+    num_computed: how many of them have their KV once all plans sent so far are executed.
+    max_length, min_length: len(tokens) at which it ends, and below which no stop id ends it.
+    num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
+        before.
+    entered_step: the step of the plan that gave it its row.
+    capacity: tokens that its blocks have room for.
+    hashes: of its full blocks, as far as they were asked for. num_registered of them have been
+        given to the block pool, and when cache_at tokens are computed, the next one is due.
+    copy_source: while forking, the block (referenced) whose copy its last block is to become; 0 is
+        none.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "cache_at",
+        "capacity",
+        "choice",
+        "copy_source",
+        "entered_step",
+        "hashes",
+        "max_length",
+        "min_length",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_registered",
+        "request",
+        "row",
+        "stop_ids",
+        "stream",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, stream: int, choice: int, stop_ids: frozenset[int], max_length: int
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.choice = choice
+        self.stop_ids = stop_ids
+        self.tokens = request.prompt
+        self.num_prompt = len(request.prompt)
+        self.max_length = max_length
+        self.min_length = self.num_prompt + request.params.min_tokens
+        self.num_computed = 0
+        self.num_cached = -1
+        self.row = -1
+        self.entered_step = -1
+        self.block_ids: list[int] = []
+        self.capacity = 0
+        self.hashes: list[bytes] = []
+        self.num_registered = 0
+        self.cache_at = NEVER
+        self.copy_source = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt

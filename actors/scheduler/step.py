@@ -1,0 +1,85 @@
+"""One step: written down while it's planned, and kept until its output is back.
+
+What a row means can change while a step is in flight: its sequence may end or be preempted, and the
+row be given to another. So the output of row r in step s belongs to the sequence that had r in the
+plan of s, if that one still has it since then.
+"""
+
+from __future__ import annotations
+
+from ...mq import messages
+from .packed import packed
+from .sequence import Sequence
+
+
+class Step:
+    """sequences: what is computed, by row. num_tokens: how many tokens of each, in that order.
+
+    chunks: (row, sequence, num_computed after this step) of those that are not sampled, because a
+        part of their known tokens is left for a later step.
+    """
+
+    __slots__ = (
+        "appended",
+        "chunks",
+        "copies",
+        "new",
+        "num_prefills",
+        "num_tokens",
+        "number",
+        "sequences",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.new: list[messages.NewSequence] = []
+        self.appended: list[tuple[int, int]] = []  # (row, block)
+        self.copies: list[tuple[int, int]] = []  # (from, to)
+        self.num_tokens: list[int] = []
+        self.sequences: dict[int, Sequence] = {}
+        self.chunks: list[tuple[int, Sequence, int]] = []
+        self.num_prefills = 0
+
+    def compute(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence, which has row and blocks for it, computes its next num_tokens tokens."""
+        computed = sequence.num_computed + num_tokens
+        sequence.num_computed = computed
+        self.sequences[sequence.row] = sequence
+        self.num_tokens.append(num_tokens)
+        is_chunk = computed < len(sequence.tokens)
+        if is_chunk:
+            self.chunks.append((sequence.row, sequence, computed))
+        self.num_prefills += is_chunk or num_tokens > 1
+
+    def enter(self, sequence: Sequence) -> None:
+        """The sequence is new to the workers; call it before `compute`."""
+        request = sequence.request
+        self.new.append(
+            messages.NewSequence(
+                row=sequence.row,
+                request_id=request.request_id,
+                choice=sequence.choice,
+                token_ids=packed(sequence.tokens),
+                num_prompt_tokens=sequence.num_prompt,
+                num_computed_tokens=sequence.num_computed,
+                block_ids=packed(sequence.block_ids),
+                params=request.params,
+            )
+        )
+
+    def plan(self, removed: list[int]) -> messages.StepPlan:
+        return messages.StepPlan(
+            step=self.number,
+            removed=packed(removed),
+            new=self.new,
+            block_rows=packed([row for row, _ in self.appended]),
+            block_ids=packed([block for _, block in self.appended]),
+            copy_from=packed([source for source, _ in self.copies]),
+            copy_to=packed([target for _, target in self.copies]),
+            rows=packed(list(self.sequences)),
+            num_tokens=packed(self.num_tokens),
+        )
+
+    def is_current(self, sequence: Sequence, row: int) -> bool:
+        """Whether the sequence has had this row ever since this step was planned."""
+        return sequence.row == row and sequence.entered_step <= self.number

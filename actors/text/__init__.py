@@ -1,0 +1,1 @@
+"""Text in and text out: tokenizers, chat templates, detokenisation, stop strings, events."""

@@ -1,0 +1,139 @@
+"""The detokenizer's core: tokens become the client's chunks, and stop strings end streams.
+
+A stream's life, as the scheduler's messages move it:
+
+    OpenStream          -> open
+    StreamStep entry    open -> open, or -> ended here (by a stop string, or an error of ours)
+    StreamEnd           open -> gone, with the scheduler's finish
+    StreamStep entry    ended here: dropped, it was under way when the stream ended
+    StreamEnd           ended here -> gone: it acknowledges our StopStream, and nothing more is said
+
+Tokens are taken as they come; chunks are made once per batch of messages, in `flush`, one message
+per client.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ...mq import codec
+from ...mq.config import ModelSpec
+from ...mq.messages import Chunk, Chunks, OpenStream, StopStream, StreamEnd, StreamStep
+from ..core import Send
+from .logprob_rows import StepLogprobs
+from .text_stream import TextStream
+from .text_tokenizer import TextTokenizer
+from .token_decoder import TokenDecoders
+
+logger = logging.getLogger(__name__)
+
+
+class DetokenizerCore:
+    """See actors/core.py."""
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: TextTokenizer, scheduler: str = "scheduler.0"
+    ) -> None:
+        self._scheduler = scheduler
+        self._decoders = TokenDecoders(tokenizer)
+        if not self._decoders.by_bytes:
+            logger.warning("%s: this tokenizer's decoder is of a slower kind", spec.name)
+        self._streams: dict[int, TextStream] = {}
+        self._touched: dict[TextStream, None] = {}  # in the order of their first change
+        self._stopped: dict[int, int] = {}  # stream to number of tokens, not yet told
+        self._num_tokens = 0
+        self._num_chunks = 0
+        self._num_dropped = 0
+
+    def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
+        if isinstance(message, StreamStep):
+            self._step(message)
+            for end in message.ends:
+                self._end(end)
+        else:
+            assert isinstance(message, OpenStream), f"{source} sent {message!r}"
+            self._open(message)
+        return ()
+
+    def flush(self, now: float) -> Sequence[Send]:
+        sends = [
+            Send(self._scheduler, StopStream(stream, num_tokens))
+            for stream, num_tokens in self._stopped.items()
+        ]
+        self._stopped.clear()
+        by_client: dict[int, list[Chunk]] = {}
+        for stream in self._touched:
+            if (chunk := stream.take()) is not None:
+                by_client.setdefault(stream.client, []).append(chunk)
+        self._touched.clear()
+        for client, chunks in by_client.items():
+            self._num_chunks += len(chunks)
+            sends.append(Send(f"client.{client}", Chunks(chunks)))
+        return sends
+
+    def statistics(self) -> dict[str, float]:
+        """dropped: entries seen before, and entries of streams that ended or never were."""
+        return {
+            "streams": len(self._streams),
+            "tokens": self._num_tokens,
+            "chunks": self._num_chunks,
+            "dropped": self._num_dropped,
+        }
+
+    def _open(self, opened: OpenStream) -> None:
+        assert opened.stream not in self._streams, f"stream {opened.stream} is open already"
+        decoder = self._decoders.open(opened.params.skip_special_tokens, continues=True)
+        self._streams[opened.stream] = TextStream(opened, decoder)
+
+    def _step(self, step: StreamStep) -> None:
+        last = {end.stream: end.num_tokens - 1 for end in step.ends if end.reason == "stop"}
+        logprobs = StepLogprobs(step.logprobs) if step.logprobs is not None else None
+        numbers = codec.ints(step.streams).tolist()
+        indices = codec.ints(step.token_index).tolist()
+        ids = codec.ints(step.token_ids).tolist()
+        self._num_tokens += len(ids)
+        for at, (number, index, token_id) in enumerate(zip(numbers, indices, ids, strict=True)):
+            stream = self._streams.get(number)
+            if stream is None or stream.finish is not None:
+                self._num_dropped += 1
+                continue
+            self._touched[stream] = None
+            if not self._push(stream, index, token_id, last.get(number) == index):
+                self._num_dropped += 1
+            elif logprobs is not None:
+                self._add_logprobs(stream, logprobs, at, index)
+            if stream.finish is not None:
+                self._stopped[number] = stream.num_tokens
+
+    def _push(self, stream: TextStream, index: int, token_id: int, ends_here: bool) -> bool:
+        try:
+            return stream.push(index, token_id, ends_here)
+        except Exception as error:  # the library's decoder may refuse tokens: that costs one stream
+            logger.exception("decoding token %d of %s failed", token_id, stream.opened.request_id)
+            stream.fail(f"token {token_id} can't be decoded: {error}")
+            return False
+
+    def _add_logprobs(
+        self, stream: TextStream, logprobs: StepLogprobs, at: int, index: int
+    ) -> None:
+        if stream.num_logprobs is not None:
+            row = logprobs.row(at, index, stream.num_logprobs, self._decoders.bytes_of)
+            if row is not None:
+                stream.add_logprobs(row)
+
+    def _end(self, end: StreamEnd) -> None:
+        stream = self._streams.pop(end.stream, None)
+        if stream is None:
+            self._num_dropped += 1
+            return
+        self._stopped.pop(end.stream, None)
+        if stream.finish is not None:
+            return
+        self._touched[stream] = None
+        try:
+            stream.end(end)
+        except Exception as error:  # as in _push
+            logger.exception("decoding the end of %s failed", stream.opened.request_id)
+            stream.fail(f"its end can't be decoded: {error}")

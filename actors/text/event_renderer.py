@@ -1,0 +1,116 @@
+"""Renders a stream's output as server-sent events of OpenAI's shape.
+
+    data: {"id", "object": "chat.completion.chunk" or "text_completion", "created", "model",
+           "choices": [{"index", "delta" or "text", "logprobs", "finish_reason"}]}
+
+Nearly every event is a few characters of text between bytes that never change within a stream, so
+those are made once and only the text is encoded. The first event of a chat choice also names the
+role; the last has finish_reason, and stop_reason beside it: the stop string or stop token id that
+was found, null for the model's own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ...mq.messages import Finish, OpenStream
+from .logprob_rows import LogprobRow
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_encode = msgspec.json.Encoder().encode
+
+
+class EventRenderer:
+    """The events of one choice. `opened.output.form` is "chat" or "completion"."""
+
+    __slots__ = ("_chat", "_close", "_first", "_head", "_num_chars", "_open", "_plain", "_tail")
+
+    def __init__(self, opened: OpenStream) -> None:
+        output = opened.output
+        self._chat = output.form == "chat"
+        fields = {
+            "id": output.response_id,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": output.created,
+            "model": output.model,
+        }
+        index = opened.choice + output.index_offset
+        self._head = b'data: %b,"choices":[{"index":%d,' % (_encode(fields)[:-1], index)
+        self._open = self._head + (b'"delta":{"content":' if self._chat else b'"text":')
+        self._close = b"}" if self._chat else b""
+        self._tail = b'}],"usage":null}\n\n' if output.null_usage else b"}]}\n\n"
+        self._plain = self._close + b',"logprobs":null,"finish_reason":null' + self._tail
+        self._first = self._chat
+        self._num_chars = 0
+
+    def event(self, text: str, rows: Sequence[LogprobRow], finish: Finish | None) -> bytes:
+        """One event with new text and the logprobs of the tokens since the last event."""
+        if finish is None and not rows and not self._first:
+            return self._open + _encode(text) + self._plain
+        begin = self._open
+        if self._first:
+            begin = self._head + b'"delta":{"role":"assistant","content":'
+            self._first = False
+        parts = (begin, _encode(text), self._close, self._logprobs(rows), _end(finish), self._tail)
+        return b"".join(parts)
+
+    def _logprobs(self, rows: Sequence[LogprobRow]) -> bytes:
+        if not rows:
+            return b',"logprobs":null'
+        if self._chat:
+            return b',"logprobs":' + _encode(chat_logprobs(rows))
+        value = completion_logprobs(rows, self._num_chars)
+        self._num_chars = value["text_offset"][-1] + len(value["tokens"][-1])
+        return b',"logprobs":' + _encode(value)
+
+
+def chat_logprobs(rows: Sequence[LogprobRow]) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+    return {"content": [_chat_row(row) for row in rows]}
+
+
+def completion_logprobs(rows: Sequence[LogprobRow], text_offset: int = 0) -> dict[str, Any]:
+    """The `logprobs` object of a completion choice, whose first token is at `text_offset`."""
+    out: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for row in rows:
+        entries = _entries(row)
+        token, logprob, _ = entries[0]
+        out["tokens"].append(token)
+        out["token_logprobs"].append(logprob)
+        out["top_logprobs"].append({text: value for text, value, _ in reversed(entries)})
+        out["text_offset"].append(text_offset)
+        text_offset += len(token)
+    return out
+
+
+def _entries(row: LogprobRow) -> list[tuple[str, float, bytes]]:
+    return [
+        (text.decode(errors="replace"), max(logprob, _LEAST_LOGPROB), text)
+        for text, logprob in zip(row.texts, row.logprobs, strict=True)
+        if text is not None
+    ]
+
+
+def _chat_row(row: LogprobRow) -> dict[str, Any]:
+    chosen, *likeliest = [
+        {"token": token, "logprob": logprob, "bytes": list(data)}
+        for token, logprob, data in _entries(row)
+    ]
+    return chosen | {"top_logprobs": likeliest}
+
+
+def _end(finish: Finish | None) -> bytes:
+    if finish is None:
+        return b',"finish_reason":null'
+    return b',"finish_reason":%b,"stop_reason":%b' % (
+        _encode(finish.reason),
+        _encode(finish.stop_reason),
+    )

@@ -1,0 +1,171 @@
+"""One choice's way from token ids to text: the detokenizer's state for one stream.
+
+A stream is open until it has a `finish`, its one terminal message. It gets one by
+
+    a stop string in its text      Finish("stop", the string); the scheduler still has to be told
+    the scheduler's StreamEnd      Finish(its reason), after the text that was held back
+    a gap in the tokens            Finish("error"): a broken invariant costs this stream alone
+
+and takes no token after that. `take` makes a chunk of what is new since the last one.
+"""
+
+from __future__ import annotations
+
+from ...mq import codec
+from ...mq.messages import Chunk, ErrorInfo, Finish, FinishReason, OpenStream, StreamEnd
+from .event_renderer import EventRenderer
+from .logprob_rows import LogprobRow, pack_rows
+from .stop_strings import StopStrings
+from .token_decoder import TokenDecoder
+
+_NO_LOGPROBS: tuple[None, list[bytes | None]] = (None, [])
+
+
+class TextStream:
+    """num_tokens: output tokens so far. num_logprobs: the request's K, or None."""
+
+    __slots__ = (
+        "_decoder",
+        "_first_index",
+        "_ids",
+        "_renderer",
+        "_rows",
+        "_stops",
+        "_text",
+        "_unrendered",
+        "client",
+        "finish",
+        "num_logprobs",
+        "num_tokens",
+        "opened",
+    )
+
+    def __init__(self, opened: OpenStream, decoder: TokenDecoder) -> None:
+        params, output = opened.params, opened.output
+        self.opened = opened
+        self.client = output.client
+        self.num_logprobs = params.logprobs
+        self.num_tokens = 0
+        self.finish: Finish | None = None
+        self._decoder = decoder
+        self._stops = (
+            StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        )
+        self._renderer = EventRenderer(opened) if output.delta and output.form != "raw" else None
+        self._first_index = 0
+        self._ids: list[int] = []
+        self._text: list[str] = []
+        self._rows: list[LogprobRow] = []
+        self._unrendered: list[LogprobRow] = []
+
+    def push(self, index: int, token_id: int, ends_here: bool) -> bool:
+        """Take the token at `index`; False if it was seen before or can't be taken.
+
+        ends_here: this is the EOS or stop token that ended the stream, which is no text unless
+        asked for.
+        """
+        if index != self.num_tokens:
+            if index > self.num_tokens:
+                self.fail(f"token {index} arrived after {self.num_tokens} tokens")
+            return False
+        self.num_tokens = index + 1
+        self._ids.append(token_id)
+        if not ends_here or self.opened.params.include_stop_str_in_output:
+            text = self._decoder.feed(token_id)
+            if self._stops is not None:
+                text = self._search(self._stops, text)
+            if text:
+                self._text.append(text)
+        return True
+
+    def add_logprobs(self, row: LogprobRow) -> None:
+        self._rows.append(row)
+
+    def end(self, end: StreamEnd) -> None:
+        """The scheduler has ended the stream: whatever is held back is text now."""
+        if end.reason in ("stop", "length") and end.num_tokens != self.num_tokens:
+            self.fail(f"the stream ended after {end.num_tokens} tokens, {self.num_tokens} arrived")
+            return
+        text = self._decoder.end()
+        if self._stops is not None:
+            text = self._search(self._stops, text) + self._stops.release()
+        if text:
+            self._text.append(text)
+        if self.finish is None:
+            self._finish(end.reason, end.num_cached_tokens, end.stop_reason, end.error)
+
+    def fail(self, reason: str) -> None:
+        """End the stream by an error of ours."""
+        message = f"the output of request {self.opened.request_id} is broken: {reason}"
+        error = ErrorInfo(message, status=500, type="server_error")
+        self._finish("error", error=error)
+
+    def take(self) -> Chunk | None:
+        """What is new, as a chunk; None if there is nothing to send now."""
+        finish = self.finish
+        opened = self.opened
+        if finish is None and not (opened.output.delta and (self._ids or self._text)):
+            return None
+        first_index, rows = self._first_index, self._rows
+        text = "".join(self._text)
+        data = b"" if self._renderer is None else self._render(self._renderer, text, finish)
+        logprobs, texts = pack_rows(rows, first_index) if rows else _NO_LOGPROBS
+        chunk = Chunk(
+            opened.request_id,
+            opened.incarnation,
+            opened.choice,
+            first_index,
+            _pack(self._ids),
+            text,
+            data,
+            finish,
+            logprobs,
+            texts,
+        )
+        self._first_index = self.num_tokens
+        self._ids.clear()
+        self._text.clear()
+        if rows:
+            self._rows = []
+        return chunk
+
+    def _render(self, renderer: EventRenderer, text: str, finish: Finish | None) -> bytes:
+        """The chunk's event. Logprobs of tokens without text wait for the next one."""
+        if self._rows:
+            self._unrendered += self._rows
+        failed = finish is not None and finish.reason in ("abort", "error")
+        if failed or not (text or finish):
+            return b""
+        event = renderer.event(text, self._unrendered, finish)
+        if self._unrendered:
+            self._unrendered = []
+        return event
+
+    def _search(self, stops: StopStrings, text: str) -> str:
+        armed = self.num_tokens >= self.opened.params.min_tokens
+        text, found = stops.feed(text, armed)
+        if found is not None:
+            self._finish("stop", stop_reason=found)
+        return text
+
+    def _finish(
+        self,
+        reason: FinishReason,
+        num_cached_tokens: int = 0,
+        stop_reason: int | str | None = None,
+        error: ErrorInfo | None = None,
+    ) -> None:
+        self.finish = Finish(
+            reason=reason,
+            num_prompt_tokens=self.opened.num_prompt_tokens,
+            num_output_tokens=self.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            stop_reason=stop_reason,
+            error=error,
+        )
+
+
+def _pack(token_ids: list[int]) -> bytes:
+    if len(token_ids) == 1:  # nearly always, and numpy would take ten times as long
+        return token_ids[0].to_bytes(4, "little", signed=True)
+    return codec.pack(token_ids)

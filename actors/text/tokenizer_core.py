@@ -1,0 +1,235 @@
+"""The tokenizer's core: a prompt becomes token ids that fit the model, or its request is refused.
+
+Each Generate is answered by exactly one message: AddRequest to the scheduler or Rejected to the
+client. An Abort becomes an AbortRequest on the same way, so it can't overtake its request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...mq import codec
+from ...mq.config import ModelSpec
+from ...mq.errors import ConfigError, InvalidRequestError
+from ...mq.messages import (
+    Abort,
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    ChatPrompt,
+    ErrorInfo,
+    Generate,
+    Rejected,
+    TextPrompt,
+    TokensPrompt,
+)
+from ...mq.sampling_params import SamplingParams
+from ..core import Send
+from .chat_messages import parse_messages
+from .chat_template import ChatTemplates
+from .text_tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+# A text is first measured by its beginning: this many characters for each token of context are more
+# than a model can take of any usual text, and cost little where all of a 4 MB prompt costs seconds.
+# Near the cut the beginning may be split otherwise than the whole, by fewer tokens than the slack.
+_PROBE_CHARS_PER_TOKEN = 16
+_PROBE_SLACK = 64
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+class PromptTooLongError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class TokenizerCore:
+    """See actors/core.py. `clock` is what templates that write today's date look at."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokenizer: TextTokenizer,
+        scheduler: str = "scheduler.0",
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._templates = ChatTemplates(clock)
+        self._num_requests = 0
+        self._num_rejected = 0
+        self._num_prompt_tokens = 0
+        if spec.chat_template is not None:
+            try:
+                self._templates.get(spec.chat_template)
+            except InvalidRequestError as error:
+                raise ConfigError(f"chat_template: {error}") from error
+
+    def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
+        if isinstance(message, Generate):
+            return self._generate(message)
+        assert isinstance(message, Abort), f"{source} sent {message!r}"
+        request = AbortRequest(message.request_id, message.incarnation)
+        return (Send(self._scheduler, request),)
+
+    def flush(self, now: float) -> Sequence[Send]:
+        return ()
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "requests": self._num_requests,
+            "rejected": self._num_rejected,
+            "prompt_tokens": self._num_prompt_tokens,
+        }
+
+    def _generate(self, request: Generate) -> Sequence[Send]:
+        self._num_requests += 1
+        client = f"client.{request.output.client}"
+        try:
+            add = self._add(request)
+            ids = add.prompt_token_ids
+            accepted = Accepted(request.request_id, request.incarnation, ids)
+            return (Send(client, accepted), Send(self._scheduler, add))
+        except InvalidRequestError as error:
+            code = getattr(error, "code", None)
+            info = ErrorInfo(str(error), status=error.status, param=error.param, code=code)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the Rust library is no Exception
+            logger.exception("request %s failed in the tokenizer", request.request_id)
+            text = f"tokenizing the prompt failed: {type(error).__name__}: {error}"
+            info = ErrorInfo(text, status=500, type="server_error")
+        self._num_rejected += 1
+        rejected = Rejected(request.request_id, request.incarnation, info)
+        return (Send(client, rejected),)
+
+    def _add(self, request: Generate) -> AddRequest:
+        ids = self._encode(request.prompt)
+        param = _param(request.prompt)
+        if not ids.size:
+            raise InvalidRequestError("the prompt is empty: it must have at least one token", param)
+        if ids.size >= self._spec.max_model_len:
+            raise self._too_long(str(ids.size), param)
+        self._check_range(ids, param)
+        self._num_prompt_tokens += ids.size
+        return AddRequest(
+            request_id=request.request_id,
+            incarnation=request.incarnation,
+            prompt_token_ids=codec.pack(ids),
+            params=self._fit(request.params, int(ids.size)),
+            output=request.output,
+            arrival=request.arrival,
+            cache_salt=request.cache_salt,
+        )
+
+    def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:
+        if isinstance(prompt, TokensPrompt):
+            return codec.ints(prompt.token_ids)
+        if isinstance(prompt, TextPrompt):
+            text, add_special_tokens = prompt.text, prompt.add_special_tokens
+        else:
+            # A template writes the special tokens itself.
+            text, add_special_tokens = self._render(prompt), False
+        if not text:
+            raise InvalidRequestError("the prompt is empty", _param(prompt))
+        self._probe(text, _param(prompt))
+        return np.array(self._tokenizer.encode(text, add_special_tokens), dtype=np.int64)
+
+    def _probe(self, text: str, param: str) -> None:
+        beginning = text[: self._spec.max_model_len * _PROBE_CHARS_PER_TOKEN]
+        if len(beginning) == len(text):
+            return
+        least = len(self._tokenizer.encode(beginning, add_special_tokens=False)) - _PROBE_SLACK
+        if least >= self._spec.max_model_len:
+            raise self._too_long(f"more than {least}", param)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        variables = self._variables(prompt)
+        source = prompt.chat_template
+        if source is None:
+            source = self._spec.chat_template
+        if source is None:
+            source = self._tokenizer.template_for(tools=bool(variables["tools"]))
+        if source is None:
+            raise InvalidRequestError(
+                f"the model {self._spec.name!r} has no chat template: give one with "
+                "--chat-template, or use /v1/completions",
+                "messages",
+            )
+        messages = parse_messages(prompt.messages)
+        template = self._templates.get(source)
+        return template.render(messages, variables, prompt.continue_final_message)
+
+    def _variables(self, prompt: ChatPrompt) -> dict[str, Any]:
+        if prompt.add_generation_prompt and prompt.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message can't be combined with add_generation_prompt: the last "
+                "message is either continued or answered",
+                "continue_final_message",
+            )
+        given = _json_object(prompt.template_kwargs)
+        for name in _OWN_VARIABLES:
+            if name in given:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs can't set {name!r}: it is a field of the request",
+                    "chat_template_kwargs",
+                )
+        common = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+        }
+        return self._tokenizer.special_tokens | common | given
+
+    def _check_range(self, ids: NDArray[Any], param: str) -> None:
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._spec.vocab_size))
+        if wrong.size:
+            place = int(wrong[0])
+            raise InvalidRequestError(
+                f"token id {ids[place]} at place {place} of the prompt is out of range: the "
+                f"model's vocabulary has {self._spec.vocab_size} tokens, from 0 up",
+                param,
+            )
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """The params with a max_tokens that keeps prompt and output within the context."""
+        context = self._spec.max_model_len
+        room = context - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens <= room:
+            return params
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the model's context of {context} tokens "
+                f"leaves room for {room} after a prompt of {num_prompt_tokens}",
+                "min_tokens",
+            )
+        return msgspec.structs.replace(params, max_tokens=room)
+
+    def _too_long(self, num_tokens: str, param: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"the prompt has {num_tokens} tokens, but the model's context is "
+            f"{self._spec.max_model_len} tokens, one of which at least is for the output",
+            param,
+        )
+
+
+def _param(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be a JSON object: {error}", "chat_template_kwargs"
+        ) from None

@@ -1,0 +1,286 @@
+"""GGUF to a folder that the engine reads: `python -m ringcast.executor.convert_gguf SRC OUT`.
+
+Runs as a process of its own, because it needs torch and transformers and its caller has neither.
+It writes bf16 safetensors, config.json, generation_config.json, tokenizer.json and the chat
+template. What it says:
+
+    stdout   `progress DONE TOTAL`, in tensors
+    stderr   on failure one last line with the reason, and exit status 1
+
+Weights and config are read with the gguf library alone; the tokenizer is rebuilt by transformers.
+Two things of a llama GGUF are not as in the original checkpoint: the rows of attn_q and attn_k are
+permuted from two halves to interleaved pairs (RoPE's other convention), and llama-3 RoPE scaling is
+a tensor of factors instead of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+OnTensor = Callable[[int, int], None]
+
+
+class BadGgufError(Exception):
+    """The file is no GGUF, is not whole, or holds a model of a kind that isn't known here."""
+
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def convert(source: Path, out: Path, on_tensor: OnTensor) -> None:
+    """Write the model in `source` to the folder `out`, dequantised. Raises BadGgufError."""
+    reader = open_gguf(source)
+    metadata = Metadata(reader)
+    config = make_config(metadata, reader)
+    _write_json(out / "config.json", config)
+    tokens = {key: config[key] for key in config if key.endswith("token_id")}
+    _write_json(out / "generation_config.json", tokens)
+    _write_tokenizer(source, out)
+    _write_weights(reader, config, out, on_tensor)
+
+
+def open_gguf(source: Path) -> Any:
+    """The file's gguf.GGUFReader. Raises BadGgufError for what is foreign or truncated."""
+    with source.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise BadGgufError(f"it begins with {magic!r}, not b'GGUF'")
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(source)
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise BadGgufError(f"the file is truncated or damaged ({error})") from error
+    if not reader.tensors:
+        raise BadGgufError("the file holds no tensors")
+    return reader
+
+
+class Metadata:
+    """The file's key-value pairs. `arch` keys are looked up without their prefix."""
+
+    def __init__(self, reader: Any) -> None:
+        self._fields = reader.fields
+        self.architecture = str(self.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise BadGgufError(
+                f"its architecture is {self.architecture}; supported are {', '.join(ARCHITECTURES)}"
+            )
+        parts = self.get("split.count", 1)
+        if parts > 1:
+            raise BadGgufError(f"it is one of {parts} parts; merge them first (llama-gguf-split)")
+        if self.arch("expert_count", 0):
+            raise BadGgufError("it is a mixture of experts, which is not supported")
+
+    def get(self, key: str, default: Any = ...) -> Any:
+        """A number or a string. Without a default, a missing key raises BadGgufError."""
+        if key not in self._fields:
+            if default is ...:
+                raise BadGgufError(f"it has no {key}")
+            return default
+        field = self._fields[key]
+        if len(field.data) != 1:
+            raise BadGgufError(f"{key} differs from layer to layer, which is not supported")
+        part = field.parts[field.data[0]]
+        return bytes(part).decode() if field.types[0].name == "STRING" else part[0].item()
+
+    def arch(self, key: str, default: Any = ...) -> Any:
+        return self.get(f"{self.architecture}.{key}", default)
+
+
+def make_config(metadata: Metadata, reader: Any) -> dict[str, Any]:
+    """config.json as transformers writes it for this model."""
+    names = {tensor.name for tensor in reader.tensors}
+    heads, hidden = metadata.arch("attention.head_count"), metadata.arch("embedding_length")
+    rows = {t.name: int(t.shape[-1]) for t in reader.tensors}
+    if "token_embd.weight" not in rows:
+        raise BadGgufError("it has no token_embd.weight")
+    class_name, model_type = ARCHITECTURES[metadata.architecture]
+    config: dict[str, Any] = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "vocab_size": rows["token_embd.weight"],
+        "hidden_size": hidden,
+        "intermediate_size": metadata.arch("feed_forward_length"),
+        "num_hidden_layers": metadata.arch("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.arch("attention.head_count_kv", heads),
+        "head_dim": metadata.arch("attention.key_length", hidden // heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.arch("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.arch("context_length"),
+        "rope_theta": metadata.arch("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(metadata, reader),
+        "attention_bias": "blk.0.attn_output.bias" in names,
+        "mlp_bias": "blk.0.ffn_down.bias" in names,
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+    return config | _special_tokens(metadata)
+
+
+def _special_tokens(metadata: Metadata) -> dict[str, Any]:
+    ids = {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id", None)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id", None)
+    if end_of_turn is not None and end_of_turn != ids["eos_token_id"]:
+        ids["eos_token_id"] = [i for i in (ids["eos_token_id"], end_of_turn) if i is not None]
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _rope_scaling(metadata: Metadata, reader: Any) -> dict[str, Any] | None:
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FACTORS:
+            return _llama3_scaling(metadata, np.asarray(tensor.data, dtype=np.float64))
+    kind = metadata.arch("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise BadGgufError(f"its RoPE scaling is {kind}; supported are linear, yarn and llama3")
+    scaling = {"rope_type": kind, "factor": metadata.arch("rope.scaling.factor")}
+    original = metadata.arch("rope.scaling.original_context_length", None)
+    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+
+
+def _llama3_scaling(metadata: Metadata, factors: Any) -> dict[str, Any]:
+    """The parameters behind a tensor of factors: all llama-3 models differ in `factor` alone."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": round(float(factors.max()), 3),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if not np.allclose(factors, llama3_factors(metadata, scaling), rtol=1e-3):
+        raise BadGgufError(f"its {_ROPE_FACTORS} are not those of llama-3 scaling")
+    return scaling
+
+
+def llama3_factors(metadata: Metadata, scaling: dict[str, Any]) -> Any:
+    """What each RoPE frequency is divided by, shape [head size / 2]."""
+    base = metadata.arch("rope.freq_base", 10000.0)
+    size = metadata.arch("rope.dimension_count")
+    wavelength = 2 * math.pi * base ** (np.arange(0, size, 2) / size)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1 - smooth) / scaling["factor"] + smooth)
+
+
+def _write_weights(reader: Any, config: dict[str, Any], out: Path, on_tensor: OnTensor) -> None:
+    import torch
+    from gguf import dequantize
+    from safetensors.torch import save_file
+
+    permuted = config["model_type"] == "llama"
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    weights = {}
+    for i, tensor in enumerate(reader.tensors):
+        on_tensor(i, len(reader.tensors))
+        name = _hf_name(tensor.name)
+        if name is None:
+            continue
+        array = dequantize(tensor.data, tensor.tensor_type)
+        if permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+            array = _halves_from_pairs(array, heads[tensor.name.split(".")[-2][-1]])
+        weights[name] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
+    _require_all(set(weights), config)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    on_tensor(len(reader.tensors), len(reader.tensors))
+
+
+def _hf_name(name: str) -> str | None:
+    """The tensor's name in a checkpoint; None for what the config says instead."""
+    if name == _ROPE_FACTORS:
+        return None
+    *layer, part, kind = name.split(".")
+    if not layer and part in _TOP:
+        return f"{_TOP[part]}.{kind}"
+    if len(layer) == 2 and layer[0] == "blk" and part in _LAYER:
+        return f"model.layers.{layer[1]}.{_LAYER[part]}.{kind}"
+    raise BadGgufError(f"it holds a tensor of unknown use, {name}")
+
+
+def _halves_from_pairs(array: Any, heads: int) -> Any:
+    """Rows of each head, from interleaved pairs to two halves. [heads * size, ...]"""
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def _require_all(names: set[str], config: dict[str, Any]) -> None:
+    optional = {"attn_q_norm", "attn_k_norm"} if config["model_type"] != "qwen3" else set()
+    parts = [_LAYER[part] for part in _LAYER if part not in optional]
+    needed = {f"{_TOP['token_embd']}.weight", f"{_TOP['output_norm']}.weight"}
+    for layer in range(config["num_hidden_layers"]):
+        needed |= {f"model.layers.{layer}.{part}.weight" for part in parts}
+    missing = sorted(needed - names)
+    if missing:
+        raise BadGgufError(f"{len(missing)} tensors are missing, {missing[0]} among them")
+
+
+def _write_tokenizer(source: Path, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    if not tokenizer.is_fast:
+        raise BadGgufError(f"its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form")
+    tokenizer.save_pretrained(out)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _print_progress(done: int, total: int) -> None:
+    print(f"progress {done} {total}", flush=True)
+
+
+def main() -> int:
+    source, out = (Path(argument) for argument in sys.argv[1:])
+    try:
+        # What the libraries print is not for our caller.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            convert(source, out, _print_progress)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(reason, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

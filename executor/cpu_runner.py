@@ -1,0 +1,120 @@
+"""The model runner on processors: batch, model, cache and sampler of one rank, and the steps that they make together."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import llvmlite.binding as llvm
+import torch
+
+from ..kernels.cpu import openmp
+from ..mq import codec
+from ..mq.config import EngineConfig, ModelSpec
+from ..mq.messages import StepOutput, StepPlan, WorkerReady
+from . import kv_memory
+from .input_batch import InputBatch
+from .models import find_model
+from .runner import Progress
+from .sampler import Sampler
+from .weights import DummyWeights, SafetensorsWeights, WeightSource
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """"auto" is bfloat16 where the processor multiplies it natively, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    features = llvm.get_host_cpu_features()
+    native = any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
+    return torch.bfloat16 if native else torch.float32
+
+
+class CpuModelRunner:
+    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None:
+        self._config, self._spec, self._rank = config, spec, rank
+        self._details: dict[str, str | int | float] = {}
+
+    @torch.inference_mode()
+    def load(self, progress: Progress) -> WorkerReady:
+        """Raises ModelLoadError for what is wrong with the model, ConfigError where it doesn't fit."""
+        config, spec = self._config, self._spec
+        threads = config.num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        dtype = choose_dtype(config.dtype)
+        family = find_model(spec.architecture)
+        source: WeightSource = DummyWeights(config.seed)
+        if config.load_format != "dummy":
+            source = SafetensorsWeights(spec.path)
+        self._model = family.load(
+            spec.hf_config, dtype, config.block_size, source, lambda n, total: progress("loading weights", n, total)
+        )
+        loaded = time.perf_counter()
+        self._compile(dtype, progress)
+        compiled = time.perf_counter()
+        self._batch = InputBatch(
+            config.max_num_seqs,
+            max(config.max_num_batched_tokens, config.max_num_seqs),
+            spec.max_model_len,
+            config.block_size,
+        )
+        self._attention = self._model.bind(self._batch, spec.max_model_len)
+        block_bytes = self._attention.geometry.block_bytes
+        num_blocks = kv_memory.num_blocks(config, spec.max_model_len, block_bytes, kv_memory.available_bytes())
+        cache_bytes = self._attention.allocate(num_blocks)
+        self._model.build()
+        self._sampler = Sampler(config.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+        self._warm_up()
+        self._details = {
+            "device": "cpu",
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": threads,
+            **self._model.describe(),
+            "weights_bytes": self._model.num_bytes(),
+            "kv_cache_bytes": cache_bytes,
+            "num_blocks": num_blocks,
+            "block_size": config.block_size,
+            "kernel_cache": str(openmp.cache_folder() or "none: nothing can be written"),
+            "load_seconds": round(loaded - start, 3),
+            "compile_seconds": round(compiled - loaded, 3),
+            "warm_up_seconds": round(time.perf_counter() - compiled, 3),
+        }
+        return WorkerReady(self._rank, num_blocks, config.block_size)
+
+    def details(self) -> dict[str, str | int | float]:
+        return self._details
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        start = time.perf_counter()
+        self._batch.apply(plan)
+        for new in plan.new:
+            self._sampler.set_row(new.row, new.params, new.choice, new.num_prompt_tokens)
+        if plan.copy_to:
+            self._attention.copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
+        if not plan.rows:
+            return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
+        step = self._batch.prepare(codec.ints(plan.rows), codec.ints(plan.num_tokens))
+        logits = self._model.forward(step)
+        if not len(step.sampled):
+            return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
+        tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
+        self._batch.append(step.sampled, tokens)
+        seconds = time.perf_counter() - start
+        return StepOutput(plan.step, codec.pack(step.sampled), codec.pack(tokens), logprobs, seconds)
+
+    def _compile(self, dtype: torch.dtype, progress: Progress) -> None:
+        kernels = self._model.kernels()
+        for done, kernel in enumerate(kernels):
+            progress("compiling kernels", done, len(kernels))
+            kernel.compile(dtype)
+        openmp.Tape.compile()
+        progress("compiling kernels", len(kernels), len(kernels))
+
+    def _warm_up(self) -> None:
+        """One token at the null block: pages of weights and buffers become real before somebody waits for them."""
+        row = self._batch.rows[:1] * 0
+        self._batch.num_known[0] = 2
+        self._model.forward(self._batch.prepare(row, row + 1))
+        self._batch.num_known[0] = self._batch.num_computed[0] = 0

@@ -1,0 +1,45 @@
+"""The model runner: what a worker asks of whatever runs its steps, and which ones there are."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from ..mq.config import EngineConfig, ModelSpec
+from ..mq.errors import ConfigError
+from ..mq.messages import StepOutput, StepPlan, WorkerReady
+
+RUNNERS = {
+    "cpu": "ringcast.executor.cpu_runner:CpuModelRunner",
+    "fake": "ringcast.executor.fake_runner:FakeModelRunner",
+}
+
+Progress = Callable[[str, int, int], None]
+
+
+class ModelRunner(Protocol):
+    """Keeps the batch, the weights and the KV cache of one rank.
+
+    `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
+    is wrong with the model's files). `execute` applies a plan to the batch and runs the step.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None: ...
+
+    def load(self, progress: Progress) -> WorkerReady:
+        """Load weights, make the KV cache, warm up. `progress(what, done, total)` as it goes."""
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+    def details(self) -> dict[str, str | int | float]:
+        """What was chosen and measured, for people. Valid after `load`."""
+
+
+def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRunner:
+    """The runner of `config.device`."""
+    try:
+        module, _, name = RUNNERS[config.device].partition(":")
+    except KeyError:
+        raise ConfigError(f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}") from None
+    return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))

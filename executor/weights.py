@@ -1,0 +1,99 @@
+"""Weights by name, from safetensors files (mapped, not read) or made up, each taken once and checked.
+
+A `WeightSource` gives a tensor for a name and an expected shape, and at the end names what nobody took. What is in the
+files and must not be there is as wrong as what is missing: either way the model would not be the one that was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..mq.errors import ModelLoadError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightSource(Protocol):
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor, of any floating-point type. Raises ModelLoadError if it is missing or of another shape."""
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Raise ModelLoadError if there are tensors that were not taken and are not `ignored`."""
+
+
+class SafetensorsWeights:
+    """The tensors of a folder. Files are mapped: what is taken is read from disk when it is copied."""
+
+    def __init__(self, folder: str) -> None:
+        self._left: dict[str, safe_open] = {}
+        self._files: dict[str, Path] = {}
+        for path in _files(Path(folder)):
+            handle = _open(path)
+            for name in handle.keys():  # noqa: SIM118 - a safe_open is no mapping
+                if name in self._left:
+                    raise ModelLoadError(f"tensor {name!r} is in both {self._files[name]} and {path}")
+                self._left[name], self._files[name] = handle, path
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._left:
+            raise ModelLoadError(f"tensor {name!r} is missing from the weights")
+        tensor: torch.Tensor = self._left.pop(name).get_tensor(name)
+        where = f"{self._files[name]}: tensor {name!r}"
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelLoadError(f"{where} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported")
+        return tensor
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        extra = sorted(name for name in self._left if not ignored(name))
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise ModelLoadError(
+                f"{self._files[extra[0]]}: tensor {extra[0]!r}{more} is not part of a model like config.json's"
+            )
+
+
+class DummyWeights:
+    """Random weights of about the size that trained ones have: the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(0, 0.02, generator=self._generator)
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        pass
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise ModelLoadError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        return [folder / SINGLE]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is damaged: {error!r}") from error
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelLoadError(f"{folder / missing[0]} is missing; {INDEX} lists it")
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is damaged or truncated: {error}") from error

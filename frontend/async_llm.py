@@ -1,0 +1,196 @@
+"""`AsyncLLM`: a model in an engine of this process's own, for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from ..actors.connection import EngineConnection
+from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
+from ..mq.errors import EngineDeadError, InvalidRequestError
+from ..mq.messages import OutputSpec, Progress
+from ..mq.sampling_params import SamplingParams
+from .client import EngineClient, RequestHandle
+from .hub import resolve_model
+from .outputs import RequestBuilder, RequestOutput
+from .prompts import ReadPrompt, UserPrompt, chat_prompt, read_prompt
+
+OnProgress = Callable[[str, str, int, int], None]
+_CLOSE_SECONDS = 10.0
+
+
+class AsyncLLM:
+    """Starts its engine on first use or at `async with`. Use it on one event loop; shut it down.
+
+    model, options: as in `EngineConfig`, by name. Raises ConfigError for what can't work.
+    on_progress: called with (who, what, done, total) while the engine starts.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, on_progress: OnProgress | None = None, **options: Any
+    ) -> None:
+        self.config = build(EngineConfig, {"model": model, **options})
+        self._on_progress = on_progress or _quiet
+        self._spec: ModelSpec | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._connection: EngineConnection | None = None
+        self._client: EngineClient | None = None
+        self._named: dict[str, RequestHandle] = {}
+        self._closed = False
+
+    def resolve(self) -> ModelSpec:
+        """Find the model's files, fetching them if need be. Blocks; `start` does it on a thread."""
+        if self._spec is None:
+            self._spec = resolve_model(self.config, self._found)
+        return self._spec
+
+    async def start(self) -> None:
+        """Find the model and start the engine, until it is ready.
+
+        Raises ConfigError, EngineDeadError.
+        """
+        if self._closed:
+            raise EngineDeadError("this engine has been shut down")
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    @property
+    def client(self) -> EngineClient:
+        """The ledger of this engine's requests, once it has started."""
+        assert self._client is not None, "the engine has not been started"
+        return self._client
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.client.spec
+
+    @property
+    def details(self) -> dict[str, str | int | float]:
+        """What the engine's workers say about themselves."""
+        assert self._connection is not None, "the engine has not been started"
+        return self._connection.details
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, ours where it says nothing."""
+        return SamplingParams(**self.spec.sampling_defaults)
+
+    async def generate(
+        self,
+        prompt: UserPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The output so far, each time there is more. Leaving the loop early aborts the request.
+
+        Raises InvalidRequestError, RequestFailedError, OverloadedError, EngineDeadError.
+        """
+        await self.start()
+        asked = read_prompt(prompt, self.spec.vocab_size)
+        async for output in self._outputs(asked, sampling_params, request_id):
+            yield output
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for a conversation."""
+        await self.start()
+        prompt = chat_prompt(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=chat_template_kwargs,
+        )
+        async for output in self._outputs(ReadPrompt(prompt), sampling_params, request_id):
+            yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by the ids given to `generate`: each yields what it has, as aborted.
+
+        An id that has ended already, or never was, is no error.
+        """
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if (handle := self._named.get(name)) is not None:
+                handle.abort()
+
+    async def shutdown(self) -> None:
+        """End the engine and every request in it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._client is not None:
+            self._client.fail_all(EngineDeadError("this engine has been shut down"))
+        if self._connection is not None:
+            await self._connection.close(_CLOSE_SECONDS)
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    async def _start(self) -> None:
+        config = self.config
+        spec = await asyncio.to_thread(self.resolve)
+        connection = await EngineConnection.launch(config, spec, self._progressed)
+        client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs)
+        connection.attach(client.deliver, client.fail_all)
+        self._connection, self._client = connection, client
+
+    def _found(self, what: str, done: int, total: int) -> None:
+        self._on_progress("model", what, done, total)
+
+    def _progressed(self, actor: str, progress: Progress) -> None:
+        self._on_progress(actor, progress.what, progress.done, progress.total)
+
+    async def _outputs(
+        self,
+        asked: ReadPrompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if request_id in self._named:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is in use by a request that runs", param="request_id"
+            )
+        params = params or self.get_default_sampling_params()
+        output = OutputSpec(client=self.client.index, delta=True)
+        with self.client.submit(asked.prompt, params, output) as handle:
+            name = request_id or handle.request_id
+            self._named[name] = handle
+            builder = RequestBuilder(handle, asked.text, asked.ids, name)
+            try:
+                while chunks := await handle.mailbox.take():
+                    for chunk in chunks:
+                        builder.add(chunk)
+                    yield builder.output()
+            finally:
+                del self._named[name]
+
+
+def _quiet(who: str, what: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,154 @@
+"""The HTTP application: routes and handlers. It knows the ledger of requests, and no channels."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ... import __version__
+from ...mq.config import EngineConfig, ModelSpec, ServerConfig
+from ...mq.errors import InvalidRequestError, UnknownModelError
+from ...mq.messages import Message, Prompt, Status
+from ..client import EngineClient
+from .errors import errors_as_json, respond
+from .generation import Generation
+from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
+from .responses import Form
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+
+def make_app(
+    client: EngineClient,
+    spec: ModelSpec,
+    server: ServerConfig,
+    config: EngineConfig,
+    status: Callable[[], Awaitable[Status]],
+) -> web.Application:
+    """The application. Run it with `handler_cancellation=True`, to notice clients that hang up."""
+    app = web.Application(middlewares=[errors_as_json], client_max_size=server.max_body_bytes)
+    api = Api(client, spec, server.served_model_name or [spec.name], status)
+    app.router.add_get("/health", api.health)
+    app.router.add_get("/version", api.version)
+    app.router.add_get("/status", api.status)
+    app.router.add_get("/v1/models", api.models)
+    app.router.add_get("/v1/models/{model:.+}", api.model)
+    app.router.add_post("/v1/completions", api.completions)
+    app.router.add_post("/v1/chat/completions", api.chat_completions)
+    return app
+
+
+class Api:
+    """The handlers."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        spec: ModelSpec,
+        names: list[str],
+        status: Callable[[], Awaitable[Status]],
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._names = names
+        self._status = status
+        self._started = int(time.time())
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self._client.dead is not None:
+            return respond(self._client.dead, status=503)
+        return web.Response()
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def status(self, _: web.Request) -> web.Response:
+        return _json(as_dict(await self._status()))
+
+    async def models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        return _json(self._card(self._served(request.match_info["model"])))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await request.read(), CompletionRequest)
+        model = self._served(asked.model)
+        prompts = asked.prompts(self._spec.vocab_size)
+        return await self._generate(request, asked, "completion", model, prompts)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await request.read(), ChatRequest)
+        model = self._served(asked.model)
+        return await self._generate(request, asked, "chat", model, [asked.chat_prompt()])
+
+    async def _generate(
+        self,
+        request: web.Request,
+        asked: CompletionRequest | ChatRequest,
+        form: Form,
+        model: str,
+        prompts: list[Prompt],
+    ) -> web.StreamResponse:
+        params = sampling_params(asked, self._spec)
+        request_id = _request_id(request)
+        headers = {REQUEST_ID_HEADER: request_id}
+        with Generation(self._client, form, request_id, model) as generation:
+            generation.submit(prompts, params, asked)
+            if asked.stream:
+                return await generation.stream(request, asked.include_usage, headers)
+            return await generation.answer(headers)
+
+    def _served(self, name: str | None) -> str:
+        """The name the client used, if it is one of this server's. None is the first of them."""
+        if name is None:
+            return self._names[0]
+        if name not in self._names:
+            raise UnknownModelError(
+                f"no model {name[:200]!r} here; this server has {', '.join(self._names)}",
+                param="model",
+            )
+        return name
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "ringcast",
+            "root": self._spec.name,
+            "parent": None,
+            "max_model_len": self._spec.max_model_len,
+        }
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get(REQUEST_ID_HEADER)
+    if given is None:
+        return uuid.uuid4().hex
+    if _REQUEST_ID.fullmatch(given) is None:
+        raise InvalidRequestError(
+            f"{REQUEST_ID_HEADER} must be 1 to 128 letters, digits or any of _.:-",
+            param=REQUEST_ID_HEADER,
+        )
+    return given
+
+
+def as_dict(value: Any) -> Any:
+    """A message as JSON objects with names. (On the wire between actors, messages are arrays.)"""
+    if isinstance(value, Message):
+        return {name: as_dict(field) for name, field in msgspec.structs.asdict(value).items()}
+    if isinstance(value, list):
+        return [as_dict(item) for item in value]
+    return value
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

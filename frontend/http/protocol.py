@@ -1,0 +1,264 @@
+"""What clients may send to /v1/completions and /v1/chat/completions, and what becomes of it.
+
+A body goes through three sieves. Null is as good as absent. Fields in IGNORED say nothing about
+the output and are dropped. Fields in UNSUPPORTED would change the output and can't yet: they may
+have their neutral value, and anything else is refused by name. What is left must be a field of the
+request's struct, of its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...mq.config import ModelSpec
+from ...mq.errors import InvalidRequestError
+from ...mq.messages import ChatPrompt, Prompt
+from ...mq.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..prompts import chat_prompt, text_prompt, tokens_prompt
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Field: the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0, 0.0),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+_REASONS = {
+    "chat_template": "templates in requests are not run; the server's is set by --chat-template",
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = (
+        False  # OpenAI's clients may send it; there is nothing here to obfuscate
+    )
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both APIs have. None is "not said": see `sampling_params`."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str = ""
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self, vocab_size: int) -> list[Prompt]:
+        """One or several prompts, of text or token ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [text_prompt(given, self.add_special_tokens)]
+        if not given:
+            raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+        kinds = {type(item) for item in given}
+        if kinds == {int}:
+            return [tokens_prompt(given, vocab_size, "prompt")]
+        if kinds == {str}:
+            return [text_prompt(text, self.add_special_tokens) for text in given]
+        if kinds == {list}:
+            return [tokens_prompt(ids, vocab_size, f"prompt[{i}]") for i, ids in enumerate(given)]
+        raise InvalidRequestError(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids",
+            param="prompt",
+        )
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat_prompt(self) -> ChatPrompt:
+        say_next = self.add_generation_prompt
+        return chat_prompt(
+            self.messages,
+            add_generation_prompt=not self.continue_final_message if say_next is None else say_next,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=self.chat_template_kwargs,
+        )
+
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
+
+
+def read_request(body: bytes, kind: type[R]) -> R:
+    """A body as a request. Raises InvalidRequestError that names the field at fault."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    fields = {
+        name: value for name, value in fields.items() if value is not None and name not in IGNORED
+    }
+    for name in fields.keys() & UNSUPPORTED.keys():
+        _check_neutral(name, fields.pop(name))
+    if isinstance(options := fields.get("stream_options"), dict):
+        fields["stream_options"] = {k: v for k, v in options.items() if v is not None}
+    try:
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(error) from None
+    _check_together(request)
+    return request
+
+
+def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> SamplingParams:
+    """What the request says, else the model's own defaults, else OpenAI's."""
+    chat = isinstance(request, ChatRequest)
+    fields: dict[str, Any] = {"max_tokens": None if chat else 16, **spec.sampling_defaults}
+    for name in _SAMPLING_FIELDS:
+        if (value := getattr(request, name)) is not None:
+            fields[name] = value
+    if isinstance(request, CompletionRequest):
+        fields["logprobs"] = request.logprobs
+        return SamplingParams(**fields)
+    fields["logprobs"] = _chat_logprobs(request)
+    if (limit := request.max_completion_tokens) is not None:
+        if limit < 1:
+            raise InvalidRequestError(
+                f"max_completion_tokens must be an integer of at least 1, got {limit}",
+                param="max_completion_tokens",
+            )
+        fields["max_tokens"] = limit
+    return SamplingParams(**fields)
+
+
+_SAMPLING_FIELDS = tuple(
+    field
+    for field in GenerationRequest.__struct_fields__
+    if field in SamplingParams.__struct_fields__
+)
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {top}",
+            param="top_logprobs",
+        )
+    if not request.logprobs:
+        if top:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true", param="top_logprobs"
+            )
+        return None
+    return top or 0
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    # True == 1 and False == 0, but a boolean is no number here.
+    if any(value == neutral and _alike(value, neutral) for neutral in UNSUPPORTED[name]):
+        return
+    reason = _REASONS.get(name, f"it can only be {_neutral(name)}")
+    raise InvalidRequestError(f"{name} is not supported yet: {reason}", param=name)
+
+
+def _alike(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _neutral(name: str) -> str:
+    values: Sequence[Any] = ["absent", *UNSUPPORTED[name][:1]]
+    return " or ".join(v if v == "absent" else msgspec.json.encode(v).decode() for v in values)
+
+
+def _check_together(request: CompletionRequest | ChatRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    if isinstance(request, ChatRequest):
+        limits = {request.max_tokens, request.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequestError(
+                f"max_tokens ({request.max_tokens}) and max_completion_tokens "
+                f"({request.max_completion_tokens}) contradict each other",
+                param="max_completion_tokens",
+            )
+
+
+def _invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
+    """msgspec's "reason - at `$.path`" as an error that names the field."""
+    reason, _, path = str(error).partition(" - at `$")
+    param = path.rstrip("`").lstrip(".")
+    for known in ("unknown field `", "missing required field `"):
+        if known in reason:
+            name = reason.partition(known)[2].rstrip("`")
+            param = f"{param}.{name}" if param else name
+            reason = f"{known.split(' field')[0]} field"
+    reason = reason[0].lower() + reason[1:]
+    return InvalidRequestError(f"{param}: {reason}" if param else reason, param=param or None)

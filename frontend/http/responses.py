@@ -1,0 +1,70 @@
+"""The JSON of complete answers: chat.completion, text_completion, log-probabilities, usage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ...actors.text.event_renderer import chat_logprobs, completion_logprobs
+from ...mq.messages import Chunk
+from ..client import RequestHandle
+from ..outputs import logprob_rows
+
+Form = Literal["chat", "completion"]
+OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
+CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion"}
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(handles: list[RequestHandle]) -> Usage:
+    """Of finished requests, summed. A prompt counts once, however many choices it had."""
+    prompt = cached = output = 0
+    for handle in handles:
+        finishes = [finish for finish in handle.finishes if finish is not None]
+        prompt += finishes[0].num_prompt_tokens
+        cached += max(finish.num_cached_tokens for finish in finishes)
+        output += sum(finish.num_output_tokens for finish in finishes)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+
+
+class Answer:
+    """One choice of a complete answer, from its chunks."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._chunks: list[Chunk] = []
+
+    def add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+
+    def choice(self, form: Form) -> dict[str, Any]:
+        text = "".join(chunk.text for chunk in self._chunks)
+        finish = self._chunks[-1].finish
+        assert finish is not None
+        said: dict[str, Any] = {"text": text}
+        if form == "chat":
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {
+            "index": self.index,
+            **said,
+            "logprobs": self._logprobs(form),
+            "finish_reason": finish.reason,
+            "stop_reason": finish.stop_reason,
+        }
+
+    def _logprobs(self, form: Form) -> dict[str, Any] | None:
+        rows = [row for chunk in self._chunks for row in logprob_rows(chunk)]
+        if not rows:
+            return None
+        return chat_logprobs(rows) if form == "chat" else completion_logprobs(rows)

@@ -1,0 +1,233 @@
+"""`LLM`: a model in an engine of this process's own, for scripts: prompts in, results out."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..mq.config import DEFAULT_MODEL
+from ..mq.errors import EngineDeadError, InvalidRequestError
+from ..mq.sampling_params import SamplingParams
+from .async_llm import AsyncLLM
+from .cli.progress import StartProgress
+from .client import EngineClient, Mailbox
+from .loop_thread import LoopThread
+from .outputs import RequestBuilder, RequestOutput
+from .prompts import ReadPrompt, UserPrompt, chat_prompt, is_one_prompt, read_prompt
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """Starts its engine at once, on a thread of its own. It ends at `shutdown`, at the end of a
+    `with` block, when nothing refers to this object any more, or at the interpreter's exit.
+
+    model, options: as in `EngineConfig`, by name: dtype, max_model_len, max_num_seqs, ...
+    Raises ConfigError that names the option at fault, or EngineDeadError with what died.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        with StartProgress() as progress:
+            self._engine = AsyncLLM(model, on_progress=progress.update, **options)
+            self._engine.resolve()
+            self._thread = LoopThread()
+            self._end = weakref.finalize(self, _shut_down, self._thread, self._engine, os.getpid())
+            try:
+                self._thread.run(self._engine.start())
+            except BaseException:
+                self._end()
+                raise
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, ours where it says nothing."""
+        return self._engine.get_default_sampling_params()
+
+    def generate(
+        self,
+        prompts: UserPrompt | Sequence[UserPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One result for each prompt, in their order.
+
+        prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: for all prompts, or one for each.
+        use_tqdm: show a progress bar.
+        Raises InvalidRequestError when any of them can't be served, and then aborts the others.
+        """
+        given = [prompts] if is_one_prompt(prompts) else prompts
+        jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
+        return self._run(jobs, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several."""
+        several = bool(messages) and isinstance(messages[0], list)
+        conversations = messages if several else [messages]
+        jobs = [
+            ReadPrompt(
+                chat_prompt(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template=chat_template,
+                    template_kwargs=chat_template_kwargs,
+                )
+            )
+            for conversation in conversations
+        ]
+        return self._run(jobs, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: UserPrompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """The output of one prompt so far, each time there is more. Closing it aborts the rest."""
+        return self._thread.iterate(self._engine.generate(prompt, sampling_params))
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """As `stream`, for a conversation."""
+        return self._thread.iterate(self._engine.chat(messages, sampling_params))
+
+    def shutdown(self) -> None:
+        """End the engine. Idempotent."""
+        self._end()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        jobs: list[ReadPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        each = _one_for_each(params or self.get_default_sampling_params(), len(jobs))
+        if not self._end.alive:
+            raise EngineDeadError("this LLM has been shut down")
+        with GenerateProgress(len(jobs), show_progress) as progress:
+            return self._thread.run(run_batch(self._engine.client, jobs, each, progress))
+
+
+async def run_batch(
+    client: EngineClient,
+    jobs: list[ReadPrompt],
+    params: list[SamplingParams],
+    progress: GenerateProgress,
+) -> list[RequestOutput]:
+    """All results in order. As many requests as the engine takes are in it at any time."""
+    mailbox = Mailbox()
+    builders: dict[str, RequestBuilder] = {}
+    places: dict[str, int] = {}
+    outputs: dict[int, RequestOutput] = {}
+    try:
+        while len(outputs) < len(jobs):
+            while len(places) < len(jobs) and client.room:
+                place = len(places)
+                job = jobs[place]
+                handle = client.submit(job.prompt, params[place], mailbox=mailbox)
+                places[handle.request_id] = place
+                builders[handle.request_id] = RequestBuilder(handle, job.text, job.ids)
+            if not builders:
+                # Full of what other calls have left behind to be acknowledged.
+                await client.wait_idle()
+            for chunk in await mailbox.take():
+                name = chunk.request_id
+                builder = builders[name]
+                builder.add(chunk)
+                progress.add_tokens(len(chunk.token_ids) // 4)
+                if builder.finished:
+                    outputs[places[name]] = builder.output()
+                    del builders[name]
+                    progress.advance()
+    finally:
+        for builder in builders.values():
+            builder.handle.discard()
+    return [outputs[place] for place in range(len(jobs))]
+
+
+class GenerateProgress:
+    """How many prompts are done and how fast tokens come, as a bar on stderr."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        self._num_tokens = 0
+        self._start = time.monotonic()
+        self._bar = Progress(
+            TextColumn("Generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not show,
+        )
+        self._task = self._bar.add_task("", total=total, speed="")
+
+    def add_tokens(self, count: int) -> None:
+        self._num_tokens += count
+
+    def advance(self) -> None:
+        speed = self._num_tokens / max(time.monotonic() - self._start, 1e-9)
+        self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tok/s")
+
+    def __enter__(self) -> GenerateProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"sampling_params must be one, or one for each of the {count} prompts, got {len(each)}",
+            param="sampling_params",
+        )
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(one).__name__}",
+                param="sampling_params",
+            )
+    return each
+
+
+def _shut_down(thread: LoopThread, engine: AsyncLLM, pid: int) -> None:
+    # A fork has this object but neither the thread nor the engine.
+    if os.getpid() == pid:
+        thread.run(engine.shutdown())
+        thread.stop()

@@ -1,0 +1,82 @@
+"""An event loop on a thread of its own, for callers that aren't asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """`run` waits for a coroutine, `iterate` for an item at a time; Ctrl-C cancels that."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        # A daemon: an interpreter that ends joins others before an exit handler can stop this one.
+        self._thread = threading.Thread(target=self._serve, name="ringcast", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result. KeyboardInterrupt cancels it, waits for it, and goes on."""
+        assert threading.current_thread() is not self._thread, "this would wait for itself"
+        done: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            tasks.append(task)
+            task.add_done_callback(lambda _: _settle(done, task))
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            if not done.done():
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                done.exception()
+            raise
+
+    def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """The generator's items. It is closed when this iterator is."""
+        try:
+            while True:
+                try:
+                    item = self.run(_next(source))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            self.run(source.aclose())
+
+    def stop(self) -> None:
+        """End the thread. Idempotent; nothing may run any more."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+
+async def _next(source: AsyncGenerator[T, None]) -> T:
+    return await anext(source)
+
+
+def _settle(done: Future[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        done.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(task.result())

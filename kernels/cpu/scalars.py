@@ -1,0 +1,109 @@
+"""What kernels need of single numbers: typed pointers, element types to float32 and back, exp, an atomic counter.
+
+Elements are float32, bfloat16 (held as uint16) or float16 (held as int16); all arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+_I16, _I32, _I64, _F32, _F16 = (
+    ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType(),
+)  # fmt: skip
+
+
+@intrinsic
+def pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
+    """The address as a pointer to values of the type of `like`."""
+    signature = types.CPointer(like)(address, like)
+    return signature, lambda context, builder, s, args: builder.inttoptr(
+        args[0], context.get_value_type(s.return_type)
+    )
+
+
+@intrinsic
+def widen(typing_context, value):  # type: ignore[no-untyped-def]
+    """An element as float32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if value == types.float32:
+            return args[0]
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def narrow(typing_context, value, like):  # type: ignore[no-untyped-def]
+    """A float32 as an element of the type of `like`, rounded to nearest, ties to even."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if like == types.float32:
+            return args[0]
+        if like == types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
+
+    return like(types.float32, like), generate
+
+
+@intrinsic
+def _to_bits(typing_context, value):  # type: ignore[no-untyped-def]
+    return types.int32(types.float32), lambda c, builder, s, args: builder.bitcast(args[0], _I32)
+
+
+@intrinsic
+def _from_bits(typing_context, value):  # type: ignore[no-untyped-def]
+    return types.float32(types.int32), lambda c, builder, s, args: builder.bitcast(args[0], _F32)
+
+
+@intrinsic
+def take(typing_context, counter):  # type: ignore[no-untyped-def]
+    """Add one to the int64 at this address, atomically, and return what it was: the next piece of shared work."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        place = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", place, _I64(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693145751953125)  # its product with |n| < 256 is exact
+_LN2_LOW = np.float32(1.42860677e-06)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
+_ROUND_BITS = np.int32(0x4B400000)
+_TAYLOR = tuple(np.float32(1 / f) for f in (5040, 720, 120, 24, 6, 2))
+_C7, _C6, _C5, _C4, _C3, _C2 = _TAYLOR
+_ONE = np.float32(1)
+_LEAST, _MOST = np.float32(-87), np.float32(88)
+
+
+@njit(error_model="numpy", fastmath={"contract"})
+def exp(x: np.float32) -> np.float32:
+    """e**x within 2 units in the last place, x clamped to -87 .. 88. Written so that LLVM can vectorise it.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; e**r by its Taylor series, 2**n by its bits. The reduction breaks if terms are
+    reassociated, so this function is compiled without that flag.
+    """
+    x = min(max(x, _LEAST), _MOST)
+    shifted = x * _LOG2_E + _ROUND
+    n = shifted - _ROUND
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    series = _C7 * r + _C6
+    series = series * r + _C5
+    series = series * r + _C4
+    series = series * r + _C3
+    series = series * r + _C2
+    series = series * r + _ONE
+    series = series * r + _ONE
+    power = (_to_bits(shifted) - _ROUND_BITS + np.int32(127)) << np.int32(23)
+    return series * _from_bits(np.int32(power))

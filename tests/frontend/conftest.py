@@ -1,0 +1,259 @@
+"""An engine without processes for the tests of what people touch, and a server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import uvloop
+from aiohttp import web
+
+from ringcast.actors.text.event_renderer import EventRenderer
+from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
+from ringcast.frontend.client import EngineClient
+from ringcast.frontend.http.app import make_app
+from ringcast.mq import codec, messages
+from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
+from ringcast.mq.errors import EngineDeadError
+from ringcast.mq.messages import Abort, Chunk, Chunks, ErrorInfo, Finish, Generate, Rejected
+
+WORDS = ["Hello", ",", " wörld", " 🌍", "!"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on a loop of its own, on which it may leave no task."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+    async def run() -> None:
+        broken: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+        await pyfuncitem.obj(**arguments)
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, left = await asyncio.wait(tasks, timeout=1)
+            assert not left, f"tasks are left: {left}"
+        assert not broken, f"errors in callbacks: {broken}"
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await run()
+
+    uvloop.run(bounded())
+    return True
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Answers each Generate with `words`, one token and one chunk each, as the actors would.
+
+    hold: stop after so many tokens until aborted. reject: refuse every request. fail: end every
+    choice with this error after its words.
+    """
+
+    words: list[str] = dataclasses.field(default_factory=lambda: list(WORDS))
+    hold: int | None = None
+    reject: ErrorInfo | None = None
+    fail: ErrorInfo | None = None
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 7
+    sent: list[Any] = dataclasses.field(default_factory=list)
+    deliver: Callable[[str, Any], None] | None = None
+    die: Callable[[EngineDeadError], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._aborted: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, to: str, message: Any) -> None:
+        assert to == "tokenizer.0"
+        # What can't be encoded can't be sent.
+        message = codec.Decoder(messages.ClientToTokenizer)(codec.encode(message))
+        self.sent.append(message)
+        if isinstance(message, Abort):
+            self._aborted.add(message.request_id)
+        else:
+            task = asyncio.get_running_loop().create_task(self._serve(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    @property
+    def generated(self) -> list[Generate]:
+        return [message for message in self.sent if isinstance(message, Generate)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [message.request_id for message in self.sent if isinstance(message, Abort)]
+
+    async def wait_idle(self) -> None:
+        while self._tasks:
+            await asyncio.sleep(0.001)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self.die:
+            self.die(EngineDeadError("the fake engine is broken", repr(error)))
+
+    async def _serve(self, request: Generate) -> None:
+        await asyncio.sleep(0)
+        if self.reject is not None:
+            rejected = Rejected(request.request_id, request.incarnation, self.reject)
+            self._deliver("tokenizer.0", rejected)
+            return
+        await asyncio.gather(*(self._choice(request, i) for i in range(request.params.n)))
+
+    async def _choice(self, request: Generate, choice: int) -> None:
+        speaker = Speaker(request, choice)
+        limit = min(len(self.words), request.params.max_tokens or len(self.words))
+        for place, word in enumerate(self.words[:limit]):
+            while self.hold == place and request.request_id not in self._aborted:
+                await asyncio.sleep(0.001)
+            if request.request_id in self._aborted:
+                break
+            self._say(speaker.token(place, word))
+            await asyncio.sleep(0)
+        self._say(speaker.end(self._finish(request, speaker.num_tokens)))
+
+    def _finish(self, request: Generate, num_tokens: int) -> Finish:
+        if request.request_id in self._aborted:
+            reason = "abort"
+        elif self.fail is not None:
+            reason = "error"
+        else:
+            reason = "stop" if num_tokens == len(self.words) else "length"
+        error = self.fail if reason == "error" else None
+        cached = self.num_cached_tokens
+        return Finish(reason, self.num_prompt_tokens, num_tokens, cached, error=error)
+
+    def _say(self, chunk: Chunk | None) -> None:
+        if chunk is not None:
+            self._deliver("detokenizer.0", Chunks([chunk]))
+
+    def _deliver(self, source: str, message: Any) -> None:
+        assert self.deliver is not None
+        self.deliver(source, message)
+
+
+class Speaker:
+    """Makes the chunks of one choice, rendered by the detokenizer's own renderer."""
+
+    def __init__(self, request: Generate, choice: int) -> None:
+        self.request = request
+        self.choice = choice
+        self.num_tokens = 0
+        opened = messages.OpenStream(
+            stream=0,
+            request_id=request.request_id,
+            incarnation=request.incarnation,
+            choice=choice,
+            num_prompt_tokens=0,
+            params=request.params,
+            output=request.output,
+        )
+        output = request.output
+        self._renderer = EventRenderer(opened) if output.form != "raw" else None
+        self._words: list[str] = []
+        self._rows: list[LogprobRow] = []
+
+    def token(self, place: int, word: str) -> Chunk | None:
+        self.num_tokens += 1
+        self._words.append(word)
+        if (k := self.request.params.logprobs) is not None:
+            ids = [100 + place, *range(k)]
+            texts = [word.encode(), *(f"t{i}".encode() for i in range(k))]
+            values = [-0.5, *(-1.0 - i for i in range(k))]
+            self._rows.append(LogprobRow(place, 2, ids, values, texts))
+        return self._chunk(None) if self.request.output.delta else None
+
+    def end(self, finish: Finish) -> Chunk:
+        return self._chunk(finish)
+
+    def _chunk(self, finish: Finish | None) -> Chunk:
+        words, rows = self._words, self._rows
+        self._words, self._rows = [], []
+        first = self.num_tokens - len(words)
+        text = "".join(words)
+        logprobs, texts = pack_rows(rows, first) if rows else (None, [])
+        return Chunk(
+            request_id=self.request.request_id,
+            incarnation=self.request.incarnation,
+            choice=self.choice,
+            first_index=first,
+            token_ids=codec.pack(np.arange(100 + first, 100 + self.num_tokens)),
+            text=text,
+            data=self._renderer.event(text, rows, finish) if self._renderer else b"",
+            finish=finish,
+            logprobs=logprobs,
+            logprob_tokens=texts,
+        )
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return ModelSpec(
+        name="fake-model",
+        path="/nowhere",
+        tokenizer_path="/nowhere",
+        architecture="Fake",
+        vocab_size=1000,
+        max_model_len=512,
+        eos_token_ids=[2],
+        hf_config={},
+    )
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(spec: ModelSpec, engine: FakeEngine) -> EngineClient:
+    client = EngineClient(spec, engine.send, max_num_queued_reqs=200)
+    engine.deliver = client.deliver
+    engine.die = client.fail_all
+    return client
+
+
+@dataclasses.dataclass
+class Server:
+    url: str
+    port: int
+    http: aiohttp.ClientSession
+
+
+@pytest.fixture
+def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
+    """serve(**ServerConfig's options): the application on a real socket, as the server actor runs it."""
+
+    async def status() -> messages.Status:
+        actor = messages.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)
+        edge = messages.EdgeStatus("client.0>tokenizer.0", 1000, 10, 5)
+        return messages.Status([actor], [edge], {"num_running": 2.0})
+
+    @contextlib.asynccontextmanager
+    async def serving(**options: Any) -> AsyncIterator[Server]:
+        app = make_app(client, spec, ServerConfig(**options), EngineConfig(), status)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+                yield Server(f"http://127.0.0.1:{port}", port, http)
+            await client.wait_idle()
+            await engine.wait_idle()
+        finally:
+            await runner.cleanup()
+
+    return serving

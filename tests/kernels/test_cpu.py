@@ -1,0 +1,257 @@
+"""Every CPU kernel against its reference: random inputs, odd sizes, NaN-filled outputs, garbage in unused cache slots."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from ringcast.kernels.cpu import activation, attention, embedding, linear, norm, openmp, rope
+from ringcast.kernels.cpu import tile_attention as tile_attention_module
+from ringcast.kernels.cpu import tiles
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this processor has no matrix tiles")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def nans(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def count(n: int) -> np.ndarray:
+    return np.array([n], np.int64)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    limit = TOLERANCE[dtype] * scale
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "inner", "outer", "bias"), [(1, 7, 3, False), (3, 40, 29, True), (4, 65, 8, False)])
+def test_row_linear(dtype, rows, inner, outer, bias):
+    x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+    b, y = torch.randn(outer) if bias else None, nans(rows, outer)
+    arguments = {"rows": count(rows), "x": x, "weight": weight, "bias": b, "y": y}
+    linear.row_linear.bind(dtype, **arguments, inner=inner, outer=outer)()
+    assert_close(y, linear.linear(x, weight, b), torch.float32, 10)
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize(("inner", "outer", "bias"), [(32, 32, False), (50, 33, True), (2500, 500, True)])
+def test_tile_linear(rows, inner, outer, bias):
+    x, weight = torch.randn(rows, inner).bfloat16(), torch.randn(outer, inner).bfloat16()
+    k, n = tiles.padded(inner), tiles.padded(outer)
+    x_padded = torch.zeros(rows, k, dtype=torch.bfloat16)
+    x_padded[:, :inner] = x
+    b = torch.zeros(n)
+    b[:outer] = torch.randn(outer)
+    y = nans(rows, n)
+    linear.tile_linear.bind(
+        torch.bfloat16, rows=count(rows), x=x_padded, weight=tiles.pack(weight), bias=b if bias else None, y=y,
+        inner=k, outer=n, configurations=linear.CONFIGURATIONS,
+    )()  # fmt: skip
+    expected = linear.linear(x, weight, b[:outer] if bias else None)
+    torch.testing.assert_close(y[:, :outer], expected, rtol=1e-4, atol=1e-3)
+    assert (y[:, outer:] == 0).all()
+
+
+def test_pack_is_undone_by_unpack():
+    weight = torch.randn(45, 70).bfloat16()
+    assert torch.equal(tiles.unpack(tiles.pack(weight), 45, 70), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size", "update"), [(1, 33, True), (5, 48, False), (37, 100, True)])
+def test_add_rms_norm(dtype, rows, size, update):
+    hidden, weight = torch.randn(rows, size), torch.randn(size)
+    change = torch.randn(rows, size + 5) if update else None
+    expected_hidden = hidden.clone()
+    expected = norm.add_rms_norm(expected_hidden, None if change is None else change[:, :size], weight, 1e-5)
+    out = nans(rows, size + 3, dtype=dtype)
+    norm.add_rms_norm_kernel.bind(
+        dtype, rows=count(rows), index=None, hidden=hidden, update=change, weight=weight, out=out, size=size,
+        update_stride=size + 5, out_bytes=out.stride(0) * out.itemsize, eps=1e-5,
+    )()  # fmt: skip
+    assert torch.equal(hidden, expected_hidden)
+    assert_close(out[:, :size], expected, dtype, 2)
+    assert out[:, size:].isnan().all()
+
+
+def test_add_rms_norm_of_some_rows():
+    hidden, update, weight = torch.randn(9, 16), torch.randn(9, 16), torch.randn(16)
+    index, out = np.array([7, 0, 8], np.int32), nans(3, 16)
+    expected = norm.add_rms_norm(hidden.clone(), update, weight, 1e-6)[[7, 0, 8]]
+    norm.add_rms_norm_kernel.bind(
+        torch.float32, rows=count(3), index=index, hidden=hidden, update=update, weight=weight, out=out, size=16,
+        update_stride=16, out_bytes=64, eps=1e-6,
+    )()  # fmt: skip
+    assert_close(out, expected, torch.float32, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 67), (6, 40)])
+def test_silu_mul(dtype, rows, size):
+    gate_up = torch.randn(rows, 2 * size + 3) * 10
+    gate_up[0, 0] = -1e30  # exp must not overflow
+    out = nans(rows, size + 1, dtype=dtype)
+    activation.silu_mul_kernel.bind(
+        dtype, rows=count(rows), gate_up=gate_up, out=out, size=size, stride=2 * size + 3,
+        out_bytes=(size + 1) * out.itemsize,
+    )()  # fmt: skip
+    assert_close(out[:, :size], activation.silu_mul(gate_up[:, : 2 * size]), dtype, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(dtype):
+    weight, ids = torch.randn(77, 50).to(dtype), np.array([76, 0, 5, 76, 31], np.int32)
+    expected = embedding.embedding(torch.from_numpy(ids).long(), weight)
+    tables = [(embedding.row_embedding, weight)]
+    if dtype == torch.bfloat16:
+        tables.append((embedding.tile_embedding, tiles.pack(weight)))
+    for kernel, table in tables:
+        out = nans(5, 50)
+        kernel.bind(dtype, rows=count(5), token_ids=ids, weight=table, out=out, vocabulary=77, size=50)()
+        assert torch.equal(out, expected)
+
+
+def cache(blocks: int, heads: int, size: int, block_size: int, pair: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [
+        nans(blocks, heads, size // pair, block_size, pair, dtype=dtype),
+        nans(blocks, heads, block_size // pair, size, pair, dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "pair"), [*itertools.product(DTYPES, [1]), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_cache(dtype, pair, normed):
+    rows, heads, group, size, block_size, blocks = 5, 3, 2, 8, 4, 6
+    qkv = torch.randn(rows, heads * (group + 2) * size + 2)
+    cos, sin = torch.randn(rows, size // 2), torch.randn(rows, size // 2)
+    slots = np.array([5, 6, 20, 4, 23], np.int32)
+    q_weight, k_weight = (torch.randn(size), torch.randn(size)) if normed else (None, None)
+    q = nans(heads, 7 * group, size, dtype=dtype)
+    keys, values = cache(blocks, heads, size, block_size, pair, dtype)
+    rope.rope_and_cache.bind(
+        dtype, rows=count(rows), qkv=qkv, stride=qkv.stride(0), cos=cos, sin=sin, slots=slots, q_weight=q_weight,
+        k_weight=k_weight, q=q, keys=keys, values=values, capacity=7, blocks=blocks, block_size=block_size,
+        kv_heads=heads, group=group, head_size=size, pair=pair, scratch=torch.empty(64 * size), eps=1e-6,
+    )()  # fmt: skip
+    split = qkv[:, : heads * (group + 2) * size].unflatten(1, (-1, size))
+    q_in, k_in, v_in = split.split([heads * group, heads, heads], 1)
+    if normed:
+        q_in, k_in = norm.add_rms_norm(q_in, None, q_weight, 1e-6), norm.add_rms_norm(k_in, None, k_weight, 1e-6)
+    expected_q = rope.rotate(q_in, cos, sin).unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2)
+    assert_close(q[:, : rows * group], expected_q, dtype, 4)
+    assert q[:, rows * group :].isnan().all()
+    expected_keys, expected_values = cache(blocks, heads, size, block_size, pair, dtype)
+    rope.write_cache(expected_keys, expected_values, rope.rotate(k_in, cos, sin), v_in, torch.from_numpy(slots))
+    for actual, expected in ((keys, expected_keys), (values, expected_values)):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert_close(actual.nan_to_num(), expected.nan_to_num(), dtype, 4)
+
+
+def attend(kernel, dtype, pair, lengths, context, group, heads, size, block_size, window, **more):
+    """Run an attention kernel and its reference on random sequences whose blocks are shuffled."""
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    tokens, width = int(starts[-1]), max(-(-c // block_size) for c in context) + 1
+    blocks = width * len(lengths) + 1
+    keys, values = cache(blocks, heads, size, block_size, pair, dtype)
+    order = (torch.randperm(blocks - 1) + 1).tolist()
+    tables = np.zeros((2 * len(lengths), width), np.int32)
+    rows = np.arange(1, 2 * len(lengths), 2, dtype=np.int32)
+    used = []
+    for s, total in enumerate(context):
+        mine = [order.pop() for _ in range(-(-total // block_size))]
+        tables[rows[s], : len(mine)] = mine
+        used.append(mine)
+        slots = torch.tensor([mine[t // block_size] * block_size + t % block_size for t in range(total)])
+        k, v = torch.randn(total, heads, size), torch.randn(total, heads, size)
+        rope.write_cache(keys, values, k.to(dtype), v.to(dtype), slots)
+    q = nans(heads, (tokens + 3) * group, size, dtype=dtype)
+    q[:, : tokens * group] = torch.randn(heads, tokens * group, size).to(dtype)
+    pieces = [(s, r) for s, n in enumerate(lengths) for r in range(0, n * group, 16)]
+    items = np.array(pieces, np.int32).T.copy()
+    out = nans(tokens, heads * group * size + 4, dtype=dtype)
+    per_thread, scores = attention.scratch_bytes(max(context), size)
+    kernel.bind(
+        dtype, items=count(len(pieces)), item_sequence=items[0], item_row=items[1], counter=count(0), starts=starts,
+        context=np.array(context, np.int32), rows=rows, tables=tables, table_width=width, sequences=len(lengths),
+        q=q, keys=keys, values=values, out=out, out_bytes=out.stride(0) * out.itemsize, capacity=tokens + 3,
+        blocks=blocks, block_size=block_size, kv_heads=heads, group=group, head_size=size, window=window,
+        scratch=torch.full((per_thread * 64,), 0x7F, dtype=torch.uint8), scratch_bytes=per_thread, width=scores,
+        scale=size**-0.5, **more,
+    )()  # fmt: skip
+    expected = attention.paged_attention(
+        q, keys, values, starts.tolist(), context, used, group, size**-0.5, window
+    )
+    assert out[:, heads * group * size :].isnan().all()
+    return out[:, : heads * group * size], expected
+
+
+SEQUENCES = [([1], [1]), ([1, 1, 1], [70, 16, 33]), ([40, 1, 17, 5], [40, 64, 50, 37]), ([23], [151])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "context"), SEQUENCES)
+@pytest.mark.parametrize(
+    ("group", "heads", "size", "block_size", "window"), [(3, 2, 6, 16, 0), (1, 3, 16, 5, 0), (4, 1, 10, 8, 20)]
+)
+def test_paged_attention(dtype, lengths, context, group, heads, size, block_size, window):
+    out, expected = attend(
+        attention.paged_attention_kernel, dtype, 1, lengths, context, group, heads, size, block_size, window
+    )
+    assert_close(out, expected, dtype, 3)
+
+
+@needs_tiles
+@pytest.mark.parametrize(("lengths", "context"), SEQUENCES)
+@pytest.mark.parametrize(
+    ("group", "heads", "size", "block_size", "window"),
+    [(3, 2, 64, 16, 0), (1, 3, 32, 16, 9), (5, 2, 96, 32, 0), (8, 1, 128, 64, 33)],
+)
+def test_tile_attention(lengths, context, group, heads, size, block_size, window):
+    out, expected = attend(
+        tile_attention_module.tile_attention, torch.bfloat16, 2, lengths, context, group, heads, size, block_size,
+        window, configurations=tile_attention_module.CONFIGURATIONS,
+    )  # fmt: skip
+    assert_close(out, expected, torch.bfloat16, 2)
+
+
+def test_exp_is_within_two_units_in_the_last_place():
+    # silu(gate) * up with gate = -x and up = -1 / x is 1 / (1 + exp(x)).
+    x = torch.linspace(-60, 60, 4001)
+    x = x[x != 0]
+    out = nans(1, len(x))
+    activation.silu_mul_kernel.bind(
+        torch.float32, rows=count(1), gate_up=torch.cat([-x, -1 / x]), out=out, size=len(x), stride=2 * len(x),
+        out_bytes=0,
+    )()  # fmt: skip
+    torch.testing.assert_close(out[0].double(), 1 / (1 + x.double().exp()), rtol=6e-7, atol=0)
+
+
+def test_a_tape_runs_its_launches_in_order_on_all_threads():
+    x, weights = torch.randn(2, 64), [torch.randn(64, 64) / 8 for _ in range(20)]
+    buffers = [x, *(nans(2, 64) for _ in weights)]
+    rows = count(2)
+    openmp.Tape(
+        linear.row_linear.bind(torch.float32, rows=rows, x=a, weight=w, bias=None, y=b, inner=64, outer=64)
+        for a, w, b in zip(buffers, weights, buffers[1:], strict=False)
+    )()
+    expected = x
+    for weight in weights:
+        expected = linear.linear(expected, weight)
+    assert_close(buffers[-1], expected, torch.float32, 50)
+
+
+def test_a_launch_with_a_missing_argument_is_refused():
+    with pytest.raises(AssertionError, match="_row_embedding"):
+        embedding.row_embedding.bind(torch.float32, rows=count(1))
