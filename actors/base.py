@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import uvloop
@@ -59,6 +60,10 @@ class Actor:
         if isinstance(message, messages.Shutdown):
             self.stop()
 
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        """What goes on beside the messages until the actor ends."""
+        return [self._publish_statistics()]
+
     async def end(self) -> None:
         """Put away what `start` made."""
 
@@ -88,12 +93,13 @@ class Actor:
             details = await self.start()
             self.links.start()
             self.control.send(messages.ActorReady(details))
-            async with asyncio.TaskGroup() as tasks:
-                statistics = tasks.create_task(self._publish_statistics())
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(task) for task in self.background()]
                 try:
                     await self._ended
                 finally:
-                    statistics.cancel()
+                    for task in tasks:
+                        task.cancel()
         finally:
             loop.remove_reader(self.control.fileno())
             await self.end()

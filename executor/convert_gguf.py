@@ -64,11 +64,13 @@ def convert(source: Path, out: Path, on_tensor: OnTensor) -> None:
     reader = open_gguf(source)
     metadata = Metadata(reader)
     config = make_config(metadata, reader)
+    names = {tensor.name: hf_name(tensor.name) for tensor in reader.tensors}
+    _require_all(set(names.values()), config)
     _write_json(out / "config.json", config)
     tokens = {key: config[key] for key in config if key.endswith("token_id")}
     _write_json(out / "generation_config.json", tokens)
     _write_tokenizer(source, out)
-    _write_weights(reader, config, out, on_tensor)
+    _write_weights(reader, names, config, out, on_tensor)
 
 
 def open_gguf(source: Path) -> Any:
@@ -201,7 +203,13 @@ def llama3_factors(metadata: Metadata, scaling: dict[str, Any]) -> Any:
     return 1.0 / ((1 - smooth) / scaling["factor"] + smooth)
 
 
-def _write_weights(reader: Any, config: dict[str, Any], out: Path, on_tensor: OnTensor) -> None:
+def _write_weights(
+    reader: Any,
+    names: dict[str, str | None],
+    config: dict[str, Any],
+    out: Path,
+    on_tensor: OnTensor,
+) -> None:
     import torch
     from gguf import dequantize
     from safetensors.torch import save_file
@@ -211,19 +219,18 @@ def _write_weights(reader: Any, config: dict[str, Any], out: Path, on_tensor: On
     weights = {}
     for i, tensor in enumerate(reader.tensors):
         on_tensor(i, len(reader.tensors))
-        name = _hf_name(tensor.name)
+        name = names[tensor.name]
         if name is None:
             continue
         array = dequantize(tensor.data, tensor.tensor_type)
         if permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
             array = _halves_from_pairs(array, heads[tensor.name.split(".")[-2][-1]])
         weights[name] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
-    _require_all(set(weights), config)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     on_tensor(len(reader.tensors), len(reader.tensors))
 
 
-def _hf_name(name: str) -> str | None:
+def hf_name(name: str) -> str | None:
     """The tensor's name in a checkpoint; None for what the config says instead."""
     if name == _ROPE_FACTORS:
         return None
@@ -241,7 +248,7 @@ def _halves_from_pairs(array: Any, heads: int) -> Any:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _require_all(names: set[str], config: dict[str, Any]) -> None:
+def _require_all(names: set[str | None], config: dict[str, Any]) -> None:
     optional = {"attn_q_norm", "attn_k_norm"} if config["model_type"] != "qwen3" else set()
     parts = [_LAYER[part] for part in _LAYER if part not in optional]
     needed = {f"{_TOP['token_embd']}.weight", f"{_TOP['output_norm']}.weight"}

@@ -155,7 +155,9 @@ class AsyncLLM:
 
     async def _start(self) -> None:
         config = self.config
-        spec = await asyncio.to_thread(self.resolve)
+        spec = self._spec
+        if spec is None:
+            spec = await asyncio.to_thread(self.resolve)
         connection = await EngineConnection.launch(config, spec, self._progressed)
         client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs)
         connection.attach(client.deliver, client.fail_all)

@@ -282,13 +282,14 @@ class StreamEnd(Message):
     reason: FinishReason
     num_tokens: int
     stop_reason: int | None = None
-    num_cached_tokens: int = 0
     error: ErrorInfo | None = None
 
 
 class StreamStep(Message, tag="step"):
-    """The new tokens of one step for all of this detokenizer's streams, then the streams that end
-    with it.
+    """The new tokens of one step for all of a detokenizer's streams, then the ends of streams.
+
+    cached: (stream, prompt tokens found in the prefix cache), with the stream's first token, for
+        those that found any.
     """
 
     streams: bytes  # i32[S]
@@ -296,6 +297,7 @@ class StreamStep(Message, tag="step"):
     token_ids: bytes  # i32[S]
     ends: list[StreamEnd] = []
     logprobs: TokenLogprobs | None = None
+    cached: list[tuple[int, int]] = []
 
 
 SchedulerToDetokenizer = OpenStream | StreamStep

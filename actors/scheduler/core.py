@@ -8,8 +8,8 @@
     AbortRequest   ends what is open of a request.
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
 
-Every stream that is opened ends by exactly one StreamEnd, unless its request comes again with a
-newer incarnation: then the old streams fall silent. What arrives for something that is no more (an
+Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
+a newer incarnation are aborted. What arrives for something that is no more (an
 abort, a stop, a token of a row given up) is dropped.
 
 At a flush all tokens and ends go out as one StreamStep, and one plan at most: a step is planned
@@ -103,6 +103,11 @@ class SchedulerCore:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def oldest_step(self) -> int | None:
+        """The number of the first step whose output isn't back, if there is one."""
+        return next(iter(self._in_flight), None)
+
     def statistics(self) -> dict[str, float]:
         """running to free_blocks are of now; prefix_cache_queries and all after it are totals.
 
@@ -153,7 +158,7 @@ class SchedulerCore:
             if message.incarnation <= old.incarnation:
                 return
             for sequence in list(old.open.values()):
-                self._forget(sequence)
+                self._end(sequence, "abort")
         streams = [next(self._next_stream) for _ in range(message.params.n)]
         spec = self._spec
         request = Request(message, streams, spec.eos_token_ids, spec.max_model_len)
@@ -228,7 +233,6 @@ class SchedulerCore:
                 reason=reason,
                 num_tokens=sequence.num_output,
                 stop_reason=stop_reason,
-                num_cached_tokens=max(sequence.num_cached, 0),
                 error=error,
             )
         )
@@ -294,6 +298,8 @@ class SchedulerCore:
             indices.append(index)
             kept.append(token)
             if not index:
+                if sequence.num_cached > 0:
+                    outbox.cached.append((sequence.stream, sequence.num_cached))
                 self._fork(sequence)
             length += 1
             if token in sequence.stop_ids and length >= sequence.min_length:

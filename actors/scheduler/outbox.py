@@ -44,6 +44,7 @@ class Outbox:
                     token_index=packed(self.token_index),
                     token_ids=packed(self.token_ids),
                     ends=self.ends,
+                    cached=self.cached,
                     logprobs=_joined(self._logprobs),
                 )
             )
@@ -57,6 +58,7 @@ class Outbox:
         self.token_index: list[int] = []
         self.token_ids: list[int] = []
         self.ends: list[messages.StreamEnd] = []
+        self.cached: list[tuple[int, int]] = []
         self._logprobs: list[messages.TokenLogprobs] = []
 
 

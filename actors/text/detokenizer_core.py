@@ -94,6 +94,9 @@ class DetokenizerCore:
         indices = codec.ints(step.token_index).tolist()
         ids = codec.ints(step.token_ids).tolist()
         self._num_tokens += len(ids)
+        for number, num_cached_tokens in step.cached:
+            if (cached := self._streams.get(number)) is not None:
+                cached.num_cached_tokens = num_cached_tokens
         for at, (number, index, token_id) in enumerate(zip(numbers, indices, ids, strict=True)):
             stream = self._streams.get(number)
             if stream is None or stream.finish is not None:

@@ -35,6 +35,7 @@ class TextStream:
         "_unrendered",
         "client",
         "finish",
+        "num_cached_tokens",
         "num_logprobs",
         "num_tokens",
         "opened",
@@ -46,6 +47,7 @@ class TextStream:
         self.client = output.client
         self.num_logprobs = params.logprobs
         self.num_tokens = 0
+        self.num_cached_tokens = 0
         self.finish: Finish | None = None
         self._decoder = decoder
         self._stops = (
@@ -92,7 +94,7 @@ class TextStream:
         if text:
             self._text.append(text)
         if self.finish is None:
-            self._finish(end.reason, end.num_cached_tokens, end.stop_reason, end.error)
+            self._finish(end.reason, end.stop_reason, end.error)
 
     def fail(self, reason: str) -> None:
         """End the stream by an error of ours."""
@@ -151,7 +153,6 @@ class TextStream:
     def _finish(
         self,
         reason: FinishReason,
-        num_cached_tokens: int = 0,
         stop_reason: int | str | None = None,
         error: ErrorInfo | None = None,
     ) -> None:
@@ -159,7 +160,7 @@ class TextStream:
             reason=reason,
             num_prompt_tokens=self.opened.num_prompt_tokens,
             num_output_tokens=self.num_tokens,
-            num_cached_tokens=num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             stop_reason=stop_reason,
             error=error,
         )

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -222,6 +223,58 @@ def client(spec: ModelSpec, engine: FakeEngine) -> EngineClient:
     engine.deliver = client.deliver
     engine.die = client.fail_all
     return client
+
+
+class FakeConnection:
+    """EngineConnection's API, with a FakeEngine behind it."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.details: dict[str, str | int | float] = {"dtype": "fake"}
+        self.send = engine.send
+        self.launched: list[EngineConfig] = []
+        self.num_closed = 0
+        self.refusal: Exception | None = None
+
+    async def launch(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        on_progress: Callable[[str, messages.Progress], None] | None = None,
+    ) -> FakeConnection:
+        self.launched.append(config)
+        if self.refusal is not None:
+            raise self.refusal
+        assert on_progress is not None
+        on_progress("worker.0", messages.Progress("loading", 1, 2))
+        return self
+
+    def attach(
+        self,
+        deliver: Callable[[str, Any], None],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        self.engine.deliver, self.engine.die = deliver, on_death
+
+    async def close(self, timeout: float) -> None:
+        self.num_closed += 1
+        await self.engine.wait_idle()
+
+
+@pytest.fixture
+def connection(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, spec: ModelSpec
+) -> FakeConnection:
+    """What LLM and AsyncLLM get instead of an engine in processes of its own."""
+    fake = FakeConnection(engine)
+
+    def resolve(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> ModelSpec:
+        on_progress("converting", 1, 2)
+        return msgspec.structs.replace(spec, name=config.model)
+
+    monkeypatch.setattr("ringcast.frontend.async_llm.EngineConnection", fake)
+    monkeypatch.setattr("ringcast.frontend.async_llm.resolve_model", resolve)
+    return fake
 
 
 @dataclasses.dataclass

@@ -40,9 +40,9 @@ class Engine:
         self.stream_steps = []
         self.prompts = {}  # by request id
         self.opened = {}
+        self.num_cached = {}
         self.ends = defaultdict(list)
         self.tokens = defaultdict(list)
-        self.silenced = set()  # streams of replaced requests
         if ready:
             self.worker_ready()
 
@@ -126,6 +126,9 @@ class Engine:
         (end,) = self.ends[self.stream(request_id, choice, incarnation)]
         return end
 
+    def cached(self, request_id, choice=0):
+        return self.num_cached.get(self.stream(request_id, choice), 0)
+
     def expected(self, request_id, choice=0, num_tokens=8, incarnation=0):
         prompt = self.prompts[request_id, incarnation]
         return expected_tokens(prompt, choice, num_tokens, self.worker_spec)
@@ -137,8 +140,6 @@ class Engine:
         statistics = self.core.statistics()
         assert statistics["free_blocks"] == statistics["num_blocks"] - 1
         for stream, opened in self.opened.items():
-            if stream in self.silenced:
-                continue
             (end,) = self.ends[stream]
             tokens = self.tokens[stream]
             assert len(tokens) >= end.num_tokens
@@ -163,6 +164,9 @@ class Engine:
             assert not self.ends[stream]
             assert place == len(self.tokens[stream])
             self.tokens[stream].append(token)
+        for stream, num_cached in message.cached:
+            assert stream in streams
+            self.num_cached[stream] = num_cached
         for end in message.ends:
             self.ends[end.stream].append(end)
 

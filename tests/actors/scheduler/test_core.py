@@ -227,20 +227,19 @@ def test_abort_of_another_incarnation_is_ignored(make_engine):
     assert engine.end("a", incarnation=3).reason == "length"
 
 
-def test_a_newer_incarnation_silences_the_old(make_engine):
+def test_a_newer_incarnation_ends_the_old(make_engine):
     engine = make_engine()
     engine.add("a", range(5), incarnation=1, n=2)
     for _ in range(3):
         engine.step()
     old = [engine.stream("a", choice, incarnation=1) for choice in (0, 1)]
-    engine.silenced |= {*old}
     engine.add("a", range(7), incarnation=2)
     engine.add("a", range(9), incarnation=2)
     engine.add("a", range(9), incarnation=1)
-    engine.prompts["a", 2] = list(range(7))
+    engine.prompts["a", 1], engine.prompts["a", 2] = list(range(5)), list(range(7))
     engine.run()
     engine.assert_idle()
-    assert not any(engine.ends[stream] for stream in old)
+    assert [engine.ends[stream][0].reason for stream in old] == ["abort", "abort"]
     assert engine.output("a", incarnation=2) == engine.expected("a", incarnation=2)
     assert len(engine.opened) == 3
 
@@ -267,7 +266,7 @@ def test_prefixes_are_found_again(make_engine):
     engine.add("c", [*range(20), *engine.output("a"), 900])  # output blocks count, too
     engine.run()
     engine.assert_idle()
-    assert [engine.end(name).num_cached_tokens for name in "abc"] == [0, 16, 24]
+    assert [engine.cached(name) for name in "abc"] == [0, 16, 24]
     statistics = engine.core.statistics()
     assert statistics["prefix_cache_hits"] == 40
     assert statistics["prefix_cache_queries"] == 20 + 20 + 29
@@ -281,7 +280,7 @@ def test_salted_prefixes_are_not(make_engine):
     engine.add("c", range(20), cache_salt="mine")
     engine.run()
     engine.assert_idle()
-    assert [engine.end(name).num_cached_tokens for name in "abc"] == [0, 0, 16]
+    assert [engine.cached(name) for name in "abc"] == [0, 0, 16]
 
 
 def test_prefix_caching_can_be_turned_off(make_engine):
@@ -422,7 +421,7 @@ def test_choices_count_as_one_prompt(make_engine):
     engine.add("b", range(10), n=3)
     engine.run()
     engine.assert_idle()
-    assert [engine.end("b", choice).num_cached_tokens for choice in range(3)] == [8, 8, 8]
+    assert [engine.cached("b", choice) for choice in range(3)] == [8, 8, 8]
     statistics = engine.core.statistics()
     assert statistics["prompt_tokens"] == statistics["prefix_cache_queries"] == 20
     assert statistics["prefix_cache_hits"] == 8

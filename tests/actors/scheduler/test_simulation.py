@@ -50,14 +50,13 @@ class Client:
         self.sent.append((request_id, incarnation))
 
     def repeat(self):
-        """A request comes again, with the next incarnation; the old one falls silent."""
+        """A request comes again, with the next incarnation; the old one is aborted."""
         request_id, incarnation = self.rng.choice(self.sent)
         if (request_id, incarnation + 1) in self.sent:
             return
         streams = self.engine.opened.items()
         old = {s for s, m in streams if (m.request_id, m.incarnation) == (request_id, incarnation)}
         if old:
-            self.engine.silenced |= {s for s in old if not self.engine.ends[s]}
             self.add(request_id, incarnation + 1)
 
     def stop(self):

@@ -54,9 +54,10 @@ class Driver:
         entries: Sequence[Entry],
         ends: Sequence[StreamEnd] = (),
         logprobs: TokenLogprobs | None = None,
+        cached: Sequence[tuple[int, int]] = (),
     ) -> None:
         columns = [codec.pack([entry[i] for entry in entries]) for i in range(3)]
-        step = StreamStep(*columns, list(ends), logprobs)
+        step = StreamStep(*columns, list(ends), logprobs, list(cached))
         assert list(self.core.handle("scheduler.0", step, 0.0)) == []
 
     def flush(self) -> None:
@@ -262,8 +263,9 @@ def test_stop_token_is_no_text(driver: Driver, include: bool) -> None:
     driver.open(2, form="completion", **options)
     ids = driver.tokenizer.encode("The dog!")
     for i, token_id in enumerate(ids):
-        ends = [StreamEnd(2, "stop", i + 1, stop_reason=bang, num_cached_tokens=4)]
-        driver.step([(2, i, token_id)], ends if token_id == bang else [])
+        ends = [StreamEnd(2, "stop", i + 1, stop_reason=bang)]
+        cached = [(2, 4)] if i == 0 else []
+        driver.step([(2, i, token_id)], ends if token_id == bang else [], cached=cached)
         driver.flush()
     assert driver.text(1) == "The dog!"  # not ended by it: ignored
     assert driver.text(2) == ("The dog!" if include else "The dog")

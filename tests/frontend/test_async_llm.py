@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ringcast.frontend.async_llm import AsyncLLM
+from ringcast.mq.config import ModelSpec
+from ringcast.mq.errors import ConfigError, EngineDeadError, InvalidRequestError
+from ringcast.mq.sampling_params import SamplingParams
+
+TEXT = "Hello, wörld 🌍!"
+
+
+async def test_outputs_are_cumulative_snapshots(connection: Any, engine: Any) -> None:
+    async with AsyncLLM("m") as llm:
+        outputs = [output async for output in llm.generate("a", request_id="mine")]
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[-1] == TEXT
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert [len(output.outputs[0].token_ids) for output in outputs[:3]] == [1, 2, 3]
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert engine.generated[0].output.delta
+
+
+async def test_requests_run_together(connection: Any) -> None:
+    async with AsyncLLM() as llm:
+
+        async def last(i: int) -> str:
+            *_, output = [o async for o in llm.chat([{"role": "user", "content": str(i)}])]
+            return output.outputs[0].text
+
+        assert set(await asyncio.gather(*(last(i) for i in range(20)))) == {TEXT}
+
+
+async def test_abort_by_id(connection: Any, engine: Any) -> None:
+    engine.hold = 1
+    async with AsyncLLM() as llm:
+        outputs = llm.generate("a", SamplingParams(), "mine")
+        first = await anext(outputs)
+        with pytest.raises(InvalidRequestError, match="'mine' is in use"):
+            await anext(llm.generate("b", request_id="mine"))
+        await llm.abort(["mine", "never was"])
+        last = await anext(outputs)
+        with pytest.raises(StopAsyncIteration):
+            await anext(outputs)
+        await llm.abort("mine")
+    assert (first.finished, last.outputs[0].finish_reason) == (False, "abort")
+    assert len(engine.aborted) == 1
+
+
+async def test_leaving_the_loop_aborts(connection: Any, engine: Any) -> None:
+    engine.hold = 1
+    async with AsyncLLM() as llm:
+        outputs = llm.generate("a")
+        await anext(outputs)
+        await outputs.aclose()
+        assert len(engine.aborted) == 1
+        await llm.client.wait_idle()
+
+
+async def test_starts_on_first_use_once(connection: Any, engine: Any) -> None:
+    progress: list[Any] = []
+    llm = AsyncLLM("m", on_progress=lambda *said: progress.append(said))
+    assert connection.launched == []
+    await asyncio.gather(*(anext(llm.generate("a")) for _ in range(3)))
+    assert len(connection.launched) == 1
+    assert progress == [("model", "converting", 1, 2), ("worker.0", "loading", 1, 2)]
+    assert llm.details == {"dtype": "fake"}
+    await llm.shutdown()
+
+
+async def test_shutdown_fails_what_runs_and_what_comes(connection: Any, engine: Any) -> None:
+    engine.hold = 1
+    llm = AsyncLLM()
+    outputs = llm.generate("a")
+    await anext(outputs)
+    engine.hold = None
+    await llm.shutdown()
+    await llm.shutdown()
+    assert connection.num_closed == 1
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await anext(outputs)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await anext(llm.generate("a"))
+
+
+async def test_a_failed_start(connection: Any) -> None:
+    connection.refusal = ConfigError("no")
+    with pytest.raises(ConfigError, match="no"):
+        async with AsyncLLM():
+            pass
+    with pytest.raises(ConfigError, match="unknown option"):
+        AsyncLLM(nonsense=1)
+
+
+async def test_default_params(connection: Any, spec: ModelSpec) -> None:
+    spec.sampling_defaults.update(top_k=7)
+    async with AsyncLLM() as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=7)
