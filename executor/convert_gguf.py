@@ -234,11 +234,11 @@ def hf_name(name: str) -> str | None:
     """The tensor's name in a checkpoint; None for what the config says instead."""
     if name == _ROPE_FACTORS:
         return None
-    *layer, part, kind = name.split(".")
-    if not layer and part in _TOP:
-        return f"{_TOP[part]}.{kind}"
-    if len(layer) == 2 and layer[0] == "blk" and part in _LAYER:
-        return f"model.layers.{layer[1]}.{_LAYER[part]}.{kind}"
+    match name.split("."):
+        case [part, kind] if part in _TOP:
+            return f"{_TOP[part]}.{kind}"
+        case ["blk", layer, part, kind] if part in _LAYER:
+            return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
     raise BadGgufError(f"it holds a tensor of unknown use, {name}")
 
 

@@ -77,7 +77,7 @@ class AsyncLLM:
         """What the model's generation_config.json asks for, ours where it says nothing."""
         return SamplingParams(**self.spec.sampling_defaults)
 
-    async def generate(
+    def generate(
         self,
         prompt: UserPrompt,
         sampling_params: SamplingParams | None = None,
@@ -87,12 +87,13 @@ class AsyncLLM:
 
         Raises InvalidRequestError, RequestFailedError, OverloadedError, EngineDeadError.
         """
-        await self.start()
-        asked = read_prompt(prompt, self.spec.vocab_size)
-        async for output in self._outputs(asked, sampling_params, request_id):
-            yield output
 
-    async def chat(
+        def read() -> ReadPrompt:
+            return read_prompt(prompt, self.spec.vocab_size)
+
+        return self._outputs(read, sampling_params, request_id)
+
+    def chat(
         self,
         messages: list[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
@@ -104,16 +105,18 @@ class AsyncLLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation."""
-        await self.start()
-        prompt = chat_prompt(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_kwargs=chat_template_kwargs,
-        )
-        async for output in self._outputs(ReadPrompt(prompt), sampling_params, request_id):
-            yield output
+
+        def read() -> ReadPrompt:
+            prompt = chat_prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                template_kwargs=chat_template_kwargs,
+            )
+            return ReadPrompt(prompt)
+
+        return self._outputs(read, sampling_params, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the ids given to `generate`: each yields what it has, as aborted.
@@ -129,9 +132,9 @@ class AsyncLLM:
         if self._closed:
             return
         self._closed = True
-        if self._starting is not None and not self._starting.done():
+        if self._starting is not None:
             self._starting.cancel()
-            await asyncio.wait([self._starting])
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._client is not None:
             self._client.fail_all(EngineDeadError("this engine has been shut down"))
         if self._connection is not None:
@@ -171,10 +174,12 @@ class AsyncLLM:
 
     async def _outputs(
         self,
-        asked: ReadPrompt,
+        read: Callable[[], ReadPrompt],
         params: SamplingParams | None,
         request_id: str | None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        await self.start()
+        asked = read()
         if request_id in self._named:
             raise InvalidRequestError(
                 f"request_id {request_id!r} is in use by a request that runs", param="request_id"

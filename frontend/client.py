@@ -222,6 +222,7 @@ class EngineClient:
 
     send: `send(to, message)` to an actor of the engine; must not block.
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
+    draining: set it, and new requests are refused. dead: what `fail_all` was told.
     """
 
     def __init__(
@@ -290,10 +291,6 @@ class EngineClient:
             handle.aborting = True
             self._send(TOKENIZER, Abort(handle.request_id, handle.request.incarnation))
 
-    def abort_all(self) -> None:
-        for handle in list(self._ledger.values()):
-            self.abort(handle)
-
     def deliver(self, source: str, message: Message) -> None:
         """Take in a message of the engine's: Chunks, Accepted or Rejected."""
         if isinstance(message, Chunks):
@@ -327,10 +324,6 @@ class EngineClient:
         for handle in list(self._ledger.values()):
             handle.fail(copy.copy(error))
             self._close(handle)
-
-    def begin_drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.draining = True
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""

@@ -98,13 +98,13 @@ class LLM:
         self, prompt: UserPrompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """The output of one prompt so far, each time there is more. Closing it aborts the rest."""
-        return self._thread.iterate(self._engine.generate(prompt, sampling_params))
+        yield from self._thread.iterate(self._engine.generate(prompt, sampling_params))
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """As `stream`, for a conversation."""
-        return self._thread.iterate(self._engine.chat(messages, sampling_params))
+        yield from self._thread.iterate(self._engine.chat(messages, sampling_params))
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import uvloop
 
 T = TypeVar("T")
+
+_SLICE_SECONDS = 0.25
 
 
 class LoopThread:
@@ -25,22 +26,21 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. KeyboardInterrupt cancels it, waits for it, and goes on."""
         assert threading.current_thread() is not self._thread, "this would wait for itself"
-        done: Future[T] = Future()
+        ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
-            task = self._loop.create_task(work)
-            tasks.append(task)
-            task.add_done_callback(lambda _: _settle(done, task))
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
 
         self._loop.call_soon_threadsafe(start)
         try:
-            return done.result()
+            _wait(ended)
         except KeyboardInterrupt:
-            if not done.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-                done.exception()
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            _wait(ended)
             raise
+        return tasks[0].result()
 
     def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The generator's items. It is closed when this iterator is."""
@@ -73,10 +73,7 @@ async def _next(source: AsyncGenerator[T, None]) -> T:
     return await anext(source)
 
 
-def _settle(done: Future[T], task: asyncio.Task[T]) -> None:
-    if task.cancelled():
-        done.set_exception(asyncio.CancelledError())
-    elif (error := task.exception()) is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(task.result())
+def _wait(event: threading.Event) -> None:
+    # In slices: a signal that comes just before the thread falls asleep doesn't wake it.
+    while not event.wait(_SLICE_SECONDS):
+        pass

@@ -42,15 +42,8 @@ from .segment import Segment
 FIRST, LAST = 1, 2
 WHOLE = FIRST | LAST
 HEADER = 16
-MIN_CAPACITY = 128
+MIN_CAPACITY = 128  # so that a part has room for more than its header
 _TAG = int.from_bytes(b"record\0\0", "little")
-
-
-def ring_bytes(capacity: int, num_readers: int) -> int:
-    """The size of a segment for a ring of this capacity, which is a multiple of 16."""
-    assert capacity >= MIN_CAPACITY, capacity
-    assert capacity % HEADER == 0, capacity
-    return board_bytes(num_readers) + capacity
 
 
 def span(size: int) -> int:
@@ -65,6 +58,8 @@ class RingSender(BoardSender):
         super().__init__(
             endpoint.edge, endpoint.peers, board, [Doorbell.inherit(fd) for fd in endpoint.fds[1:]]
         )
+        assert board.capacity >= MIN_CAPACITY, board.capacity
+        assert board.capacity % HEADER == 0, board.capacity
         self._memory = self._segment.memory
         self._begin = board_bytes(board.num_readers)
         self._end = self._begin + board.capacity
@@ -178,7 +173,6 @@ class RingReceiver(BoardReceiver):
             self._published = published
             return True
         if dead:
-            self._parts = []
             raise self._dead()
         return False
 

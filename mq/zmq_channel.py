@@ -8,9 +8,9 @@ for each reader's PULL socket. The readers bind, so a writer may send before the
    nothing is dropped. A record counts 16 bytes more than its size; one that is larger than the
    capacity is sent when everything before it is committed.
 2. `commit` moves this reader's CURSOR, as in a ring. But ZeroMQ keeps nothing: what was on its way
-   to a reader that died, or still in a writer that died, is lost, and counts as committed from then
-   on. One incarnation's records arrive in order; the last of a dead writer may come between the
-   first of the next.
+   to a reader that died (or was sent before ZeroMQ noticed), or still in a writer that died, is
+   lost, and counts as committed once there is a new incarnation. One incarnation's records arrive
+   in order; the last of a dead writer may come between the first of the next.
 3. A reader sleeps on an epoll descriptor over ZeroMQ's and its bell, which rings when the writer
    dies. ZeroMQ's becomes readable once per change and stays quiet until someone looks at EVENTS:
    `arm` does so last, `disarm` first.
@@ -40,8 +40,7 @@ _POSITION = 8  # bytes before each payload
 
 
 class _SharedContext:
-    """ZeroMQ's context: one for all ends in this process, with one thread; ended with the last of
-    them."""
+    """One ZeroMQ context, and so one thread, for all ends in this process; ended with the last."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -157,7 +156,7 @@ class ZmqReceiver(BoardReceiver):
         return self._epoll.fileno()
 
     def arm(self) -> bool:
-        # No sleeper byte: the bell would ring before the record has come. ZeroMQ wakes us when it has.
+        # No sleeper byte: the bell would ring before the record has come. ZeroMQ rings when it has.
         self._check()
         return not (self._waiting() or self._words[WRITER_DEAD])
 

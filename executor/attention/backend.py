@@ -71,7 +71,8 @@ class AttentionBackend:
         return self._cache.nbytes
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        self._cache[:, :, torch.from_numpy(targets).long()] = self._cache[:, :, torch.from_numpy(sources).long()]
+        source, target = (torch.from_numpy(ids.astype(np.int64)) for ids in (sources, targets))
+        self._cache[:, :, target] = self._cache[:, :, source]
 
     def prepare(self, step: Step) -> None:
         """Cut the step into pieces of at most 16 rows (token, head of the group) of one sequence."""

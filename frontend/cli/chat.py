@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from ...mq.config import EngineConfig
-from ...mq.errors import InvalidRequestError, OverloadedError, RequestFailedError
+from ...mq.errors import ConfigError, InvalidRequestError, OverloadedError, RequestFailedError
 from ...mq.sampling_params import SamplingParams
 from ..loop_thread import LoopThread
 from .conversation import Conversation, Message
@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = read_options(args, EngineConfig)
+    if args.url is not None:
+        _refuse_engine_options(args)
     sampling = read_sampling(args)
     SamplingParams(**{"max_tokens": None, **sampling})  # says what is wrong before anything starts
     conversation = Conversation(args.system, sampling)
@@ -81,6 +83,8 @@ def talk(
         try:
             line = read()
         except EOFError:
+            if terminal:
+                console.print()  # leave the prompt's line
             return
         except KeyboardInterrupt:
             console.print("\n[dim]Ctrl-D or /quit ends[/]")
@@ -183,6 +187,14 @@ def _remote(url: str, model: str | None) -> Iterator[RemoteSpeaker]:
     finally:
         thread.run(server.close())
         thread.stop()
+
+
+def _refuse_engine_options(args: argparse.Namespace) -> None:
+    options = ("config_file", *EngineConfig.__struct_fields__)
+    for name in options:
+        if name != "model" and getattr(args, name, None) is not None:
+            option = name.removesuffix("_file").replace("_", "-")
+            raise ConfigError(f"--{option} says how to start an engine; --url has one running")
 
 
 def _ask() -> str:

@@ -66,7 +66,7 @@ class _Bars:
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[amount]}"),
             console=console,
@@ -108,8 +108,8 @@ class _Lines:
         if stage == what and now - printed < _SECONDS_BETWEEN_LINES:
             return
         self._stages[who] = (what, now)
-        amount = f" {_amount(done, total)}" if stage == what else " ..."
-        self._console.print(_label(who, what) + amount, markup=False, highlight=False)
+        amount = (_amount(done, total) if stage == what else "") or "..."
+        self._console.print(_label(who, what), amount, markup=False, highlight=False)
 
     def stop(self) -> None:
         pass

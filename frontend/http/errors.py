@@ -38,7 +38,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         if error.status < 400:
             raise
         return _respond(error.status, _http_error(request, error), _kept_headers(error))
-    except (ConnectionError, TimeoutError):
+    except ConnectionError:
         raise  # the client has gone: there is nobody to answer
     except Exception as error:
         _log.exception("%s %s", request.method, request.path)

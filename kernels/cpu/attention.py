@@ -17,7 +17,7 @@ from numba import carray, njit
 
 from .openmp import FLAGS, Kernel, thread_number
 from .rope import read_cache
-from .scalars import exp, narrow, pointer, take, widen
+from .scalars import exp, largest, narrow, pointer, take, widen
 
 F32 = np.float32(0)
 I32 = np.int32(0)
@@ -63,16 +63,17 @@ def scratch_bytes(max_model_len: int, head_size: int) -> tuple[int, int]:
 @njit(fastmath=True, error_model="numpy")
 def softmax(scores, weights, first, last, end, scale):  # type: ignore[no-untyped-def]
     """Unnormalised weights of scores[first:last], zero elsewhere up to `end`; returns their sum."""
-    most = scores[first]
-    for i in range(first, last):
-        most = max(most, scores[i])
+    seen, chosen = scores[first:last], weights[first:last]
+    most = seen[0]
+    for i in range(seen.shape[0]):
+        most = largest(most, seen[i])
     total = np.float32(0)
+    for i in range(seen.shape[0]):
+        weight = exp((seen[i] - most) * scale)
+        total += weight
+        chosen[i] = narrow(weight, chosen[i])
     for i in range(first):
         weights[i] = narrow(np.float32(0), weights[i])
-    for i in range(first, last):
-        weight = exp((scores[i] - most) * scale)
-        total += weight
-        weights[i] = narrow(weight, weights[i])
     for i in range(last, end):
         weights[i] = narrow(np.float32(0), weights[i])
     return total

@@ -72,6 +72,20 @@ def _head(x, weight, has_norm, eps, cos, sin, out):  # type: ignore[no-untyped-d
         out[d + half] = second * cos[d] + first * sin[d]
 
 
+@njit(fastmath=FLAGS, error_model="numpy")
+def _write_key(vector, slot):  # type: ignore[no-untyped-def]
+    """slot [head size / pair, pair] of the key cache."""
+    for i in range(slot.shape[0]):
+        for j in range(slot.shape[1]):
+            slot[i, j] = narrow(vector[i * slot.shape[1] + j], slot[0, 0])
+
+
+@njit(fastmath=FLAGS, error_model="numpy")
+def _write(vector, out):  # type: ignore[no-untyped-def]
+    for d in range(out.shape[0]):
+        out[d] = narrow(vector[d], out[0])
+
+
 def _rope_and_cache(p):  # type: ignore[no-untyped-def]
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
@@ -87,23 +101,17 @@ def _rope_and_cache(p):  # type: ignore[no-untyped-def]
     values = carray(pointer(a.values, a.element), (a.blocks, heads, a.block_size // pair, size, pair))
     thread, threads = thread_number(), thread_count()
     scratch = carray(pointer(a.scratch + thread * size * 4, F32), (size,))
-    first_value = heads * (group + 1) * size
     for t in range(rows * thread // threads, rows * (thread + 1) // threads):
-        row = qkv[t]
+        vectors = qkv[t, : heads * (group + 2) * size].reshape((heads * (group + 2), size))
         block, offset = slots[t] // a.block_size, slots[t] % a.block_size
         for head in range(heads):
             for g in range(group):
-                start = (head * group + g) * size
-                _head(row[start : start + size], q_weight, a.q_weight != 0, a.eps, cos[t], sin[t], scratch)
-                for d in range(size):
-                    q[head, t * group + g, d] = narrow(scratch[d], q[0, 0, 0])
-            start = (heads * group + head) * size
-            _head(row[start : start + size], k_weight, a.k_weight != 0, a.eps, cos[t], sin[t], scratch)
-            for d in range(size):
-                keys[block, head, d // pair, offset, d % pair] = narrow(scratch[d], q[0, 0, 0])
-            start = first_value + head * size
-            for d in range(size):
-                values[block, head, offset // pair, d, offset % pair] = narrow(row[start + d], q[0, 0, 0])
+                _head(vectors[head * group + g], q_weight, a.q_weight != 0, a.eps, cos[t], sin[t], scratch)
+                _write(scratch, q[head, t * group + g])
+            _head(vectors[heads * group + head], k_weight, a.k_weight != 0, a.eps, cos[t], sin[t], scratch)
+            _write_key(scratch, keys[block, head, :, offset])
+            vector = vectors[heads * (group + 1) + head]
+            _write(vector, values[block, head, offset // pair, :, offset % pair])
 
 
 # qkv float32 [rows, stride]: all query heads, then key heads, then value heads. cos, sin float32 [rows, head_size / 2].

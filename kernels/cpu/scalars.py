@@ -1,6 +1,9 @@
 """What kernels need of single numbers: typed pointers, element types to float32 and back, exp, an atomic counter.
 
 Elements are float32, bfloat16 (held as uint16) or float16 (held as int16); all arithmetic is in float32.
+
+To be vectorised, a loop over an array must start at 0: numba lets negative indices count from the end, and the test for
+that goes away only where the index is plainly not negative. Slice first, then loop.
 """
 
 from __future__ import annotations
@@ -10,9 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-_I16, _I32, _I64, _F32, _F16 = (
-    ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType(),
-)  # fmt: skip
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
 
 
 @intrinsic
@@ -76,6 +78,39 @@ def take(typing_context, counter):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), generate
 
 
+def _extreme(name: str, flags: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    def extreme(typing_context, a, b):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            kind = ir.FunctionType(_F32, [_F32, _F32])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+            return builder.call(function, args, fastmath=flags)
+
+        return types.float32(types.float32, types.float32), generate
+
+    return extreme
+
+
+# Python's own min and max become branches, which LLVM doesn't vectorise.
+largest = intrinsic(_extreme("llvm.maxnum.f32", ("nnan", "nsz")))  # of numbers that are none of them NaN
+_at_least = intrinsic(_extreme("llvm.maxnum.f32", ()))
+_at_most = intrinsic(_extreme("llvm.minnum.f32", ()))
+
+
+@intrinsic
+def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at this address; it is read later."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        place = _I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [builder.inttoptr(args[0], place), _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)  # its product with |n| < 256 is exact
 _LN2_LOW = np.float32(1.42860677e-06)
@@ -94,7 +129,7 @@ def exp(x: np.float32) -> np.float32:
     x = n ln 2 + r with |r| <= ln 2 / 2; e**r by its Taylor series, 2**n by its bits. The reduction breaks if terms are
     reassociated, so this function is compiled without that flag.
     """
-    x = min(max(x, _LEAST), _MOST)
+    x = _at_most(_at_least(x, _LEAST), _MOST)
     shifted = x * _LOG2_E + _ROUND
     n = shifted - _ROUND
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW

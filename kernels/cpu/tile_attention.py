@@ -13,7 +13,7 @@ from numba import carray, njit
 from . import tiles
 from .attention import FIELDS, softmax
 from .openmp import FLAGS, Kernel, thread_number
-from .scalars import narrow, pointer, take
+from .scalars import narrow, pointer, prefetch, take
 
 F32 = np.float32(0)
 I32 = np.int32(0)
@@ -39,6 +39,14 @@ def _place(cache, table, token, head, heads, head_bytes, block_size, token_bytes
     """The address of a token's sub-block in a cache."""
     block = np.int64(table[token // block_size])
     return cache + (block * heads + head) * head_bytes + (token % block_size) * token_bytes
+
+
+@njit(error_model="numpy")
+def _fetch(place, row_bytes, rows, stride):  # type: ignore[no-untyped-def]
+    """Ask for a sub-block, so that it has come when its turn does."""
+    for row in range(rows):
+        for byte in range(0, row_bytes, 64):
+            prefetch(place + row * stride + byte)
 
 
 @njit(error_model="numpy")
@@ -123,6 +131,11 @@ def _tile_attention(p):  # type: ignore[no-untyped-def]
         q = a.q + ((head * a.capacity + start) * group + first_row) * size * 2
         for sub in range(first, last):
             k = _place(a.keys, table, sub * 16, head, heads, head_bytes, a.block_size, 4)
+            v = _place(a.values, table, sub * 16, head, heads, head_bytes, a.block_size, size * 2)
+            _fetch(v, size * 4, 8, size * 4)
+            if sub + 1 < last:
+                ahead = _place(a.keys, table, (sub + 1) * 16, head, heads, head_bytes, a.block_size, 4)
+                _fetch(ahead, 64, size // 2, a.block_size * 4)
             _score(q, k, (scores_at + (sub - first) * 64, a.width * 4), size // 32, size, a.block_size)
         for r in range(count):
             position = before + (first_row + r) // group

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -20,6 +20,7 @@ from ringcast.actors.text.event_renderer import EventRenderer
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
+from ringcast.frontend.loop_thread import LoopThread
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
 from ringcast.mq.errors import EngineDeadError
@@ -53,12 +54,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what may be changed by anyone, on any thread."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture(name="until")
+def fixture_until() -> Any:
+    return until
+
+
 @dataclasses.dataclass
 class FakeEngine:
     """Answers each Generate with `words`, one token and one chunk each, as the actors would.
 
-    hold: stop after so many tokens until aborted. reject: refuse every request. fail: end every
-    choice with this error after its words.
+    hold: stop after so many tokens until aborted. reject: refuse what is sent from now on.
+    fail: end every choice with this error after its words.
     """
 
     words: list[str] = dataclasses.field(default_factory=lambda: list(WORDS))
@@ -73,6 +85,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self._aborted: set[str] = set()
+        self._num_running = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, to: str, message: Any) -> None:
@@ -83,7 +96,8 @@ class FakeEngine:
         if isinstance(message, Abort):
             self._aborted.add(message.request_id)
         else:
-            task = asyncio.get_running_loop().create_task(self._serve(message))
+            self._num_running += 1
+            task = asyncio.get_running_loop().create_task(self._serve(message, self.reject))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
@@ -95,33 +109,41 @@ class FakeEngine:
     def aborted(self) -> list[str]:
         return [message.request_id for message in self.sent if isinstance(message, Abort)]
 
+    @property
+    def num_running(self) -> int:
+        """Requests whose last terminal has not been sent."""
+        return self._num_running
+
     async def wait_idle(self) -> None:
-        while self._tasks:
-            await asyncio.sleep(0.001)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self.die:
             self.die(EngineDeadError("the fake engine is broken", repr(error)))
 
-    async def _serve(self, request: Generate) -> None:
+    async def _serve(self, request: Generate, reject: ErrorInfo | None) -> None:
         await asyncio.sleep(0)
-        if self.reject is not None:
-            rejected = Rejected(request.request_id, request.incarnation, self.reject)
+        if reject is not None:
+            self._num_running -= 1
+            rejected = Rejected(request.request_id, request.incarnation, reject)
             self._deliver("tokenizer.0", rejected)
             return
-        await asyncio.gather(*(self._choice(request, i) for i in range(request.params.n)))
+        left = list(range(request.params.n))
+        await asyncio.gather(*(self._choice(request, i, left) for i in left.copy()))
 
-    async def _choice(self, request: Generate, choice: int) -> None:
+    async def _choice(self, request: Generate, choice: int, left: list[int]) -> None:
         speaker = Speaker(request, choice)
         limit = min(len(self.words), request.params.max_tokens or len(self.words))
         for place, word in enumerate(self.words[:limit]):
-            while self.hold == place and request.request_id not in self._aborted:
-                await asyncio.sleep(0.001)
+            await until(lambda at=place: self.hold != at or request.request_id in self._aborted)
             if request.request_id in self._aborted:
                 break
             self._say(speaker.token(place, word))
             await asyncio.sleep(0)
+        left.remove(choice)
+        self._num_running -= not left
         self._say(speaker.end(self._finish(request, speaker.num_tokens)))
 
     def _finish(self, request: Generate, num_tokens: int) -> Finish:
@@ -258,6 +280,7 @@ class FakeConnection:
 
     async def close(self, timeout: float) -> None:
         self.num_closed += 1
+        self.engine.hold = None
         await self.engine.wait_idle()
 
 
@@ -277,6 +300,17 @@ def connection(
     return fake
 
 
+@pytest.fixture
+def url(serve: Any) -> Iterator[str]:
+    """The address of a server that runs beside the test, on a loop and thread of its own."""
+    thread = LoopThread()
+    serving = serve()
+    server = thread.run(serving.__aenter__())
+    yield server.url
+    thread.run(serving.__aexit__(None, None, None))
+    thread.stop()
+
+
 @dataclasses.dataclass
 class Server:
     url: str
@@ -286,7 +320,7 @@ class Server:
 
 @pytest.fixture
 def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
-    """serve(**ServerConfig's options): the application on a real socket, as the server actor runs it."""
+    """serve(**ServerConfig's options): the application on a real socket, as its actor runs it."""
 
     async def status() -> messages.Status:
         actor = messages.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)

@@ -4,6 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringcast.frontend.client import EngineClient, Mailbox
 from ringcast.mq import codec
@@ -28,6 +30,16 @@ from ringcast.mq.messages import (
 from ringcast.mq.sampling_params import SamplingParams
 
 PROMPT = TextPrompt("hi")
+SPEC = ModelSpec(
+    name="m",
+    path="",
+    tokenizer_path="",
+    architecture="",
+    vocab_size=9,
+    max_model_len=9,
+    eos_token_ids=[],
+    hf_config={},
+)
 
 
 class Recorder:
@@ -222,12 +234,12 @@ async def test_overload_and_drain_refuse_new_requests(spec: ModelSpec) -> None:
         client.submit(PROMPT, SamplingParams())
     recorder.chunks(chunk(handles[0], 0, [1], "stop"))
     assert client.room == 1
-    client.begin_drain()
+    client.draining = True
     with pytest.raises(OverloadedError, match="shutting down"):
         client.submit(PROMPT, SamplingParams())
     idle = asyncio.create_task(client.wait_idle())
     await asyncio.sleep(0)
-    client.abort_all()
+    handles[1].abort()
     await asyncio.sleep(0)
     assert not idle.done()
     recorder.chunks(chunk(handles[1], 0, [], "abort"))
@@ -237,9 +249,7 @@ async def test_overload_and_drain_refuse_new_requests(spec: ModelSpec) -> None:
 
 async def test_a_shared_mailbox_ends_with_the_last_of_its_requests(recorder: Recorder) -> None:
     mailbox = Mailbox()
-    a, b = (
-        recorder.client.submit(PROMPT, SamplingParams(), mailbox=mailbox) for _ in range(2)
-    )
+    a, b = (recorder.client.submit(PROMPT, SamplingParams(), mailbox=mailbox) for _ in range(2))
     taking = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     recorder.chunks(chunk(b, 0, [5], "stop"), chunk(a, 0, [6]))
@@ -258,6 +268,46 @@ async def test_a_cancelled_wait_loses_nothing(recorder: Recorder) -> None:
         await waiting
     recorder.chunks(chunk(handle, 0, [5], "stop"))
     assert (await anext(handle)).first_index == 0
+
+
+@given(data=st.data())
+def test_whatever_is_sent_again_each_token_arrives_once(data: st.DataObject) -> None:
+    """Readers of a channel may get again what they got before, from any place on, in order."""
+    n = data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=n, max_size=n))
+
+    async def run() -> None:
+        recorder = Recorder(SPEC)
+        handle = recorder.client.submit(PROMPT, SamplingParams(n=n))
+        streams = [chunks_of(handle, choice, sizes) for choice, sizes in enumerate(lengths)]
+        order = data.draw(st.permutations([i for i, s in enumerate(streams) for _ in s]))
+        stream = [streams[i].pop(0) for i in order]
+        sent = 0
+        while sent < len(stream):
+            back = data.draw(st.integers(0, sent))
+            upto = data.draw(st.integers(sent + 1, len(stream)))
+            recorder.chunks(*stream[sent - back : upto])
+            sent = upto
+        assert [c async for c in handle] == stream
+        assert [codec.ints(e).tolist() for e in handle.emitted] == [
+            list(range(sum(sizes))) for sizes in lengths
+        ]
+        assert recorder.client.num_open == 0
+
+    asyncio.run(run())
+
+
+def chunks_of(handle: Any, choice: int, sizes: list[int]) -> list[Chunk]:
+    """A choice's chunks of so many tokens each (none are empty), and its end."""
+    chunks, first = [], 0
+    for size in filter(None, sizes):
+        ids = codec.pack(range(first, first + size))
+        chunks.append(Chunk(handle.request_id, 0, choice, first, ids))
+        first += size
+    return [
+        *chunks,
+        Chunk(handle.request_id, 0, choice, first, b"", finish=Finish("stop", 3, first)),
+    ]
 
 
 async def test_a_thousand_interleaved_requests(client: EngineClient, engine: Any) -> None:

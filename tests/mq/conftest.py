@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+
 from ringcast.mq.channel import Receiver, Sender
 from ringcast.mq.endpoint import ChannelOwner, open_receiver, open_sender
 from ringcast.mq.inproc import InprocChannel

@@ -15,6 +15,7 @@ import signal
 import sys
 
 import msgspec
+
 from ringcast.mq.endpoint import Endpoint, open_receiver, open_sender
 
 PATIENCE = 30.0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
+
 from ringcast.actors.topology import EDGES
 from ringcast.mq import codec, messages
 from ringcast.mq.errors import CorruptRecordError
@@ -54,6 +55,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy:
         return st.one_of([values(one) for one in kind.types])
     if isinstance(kind, inspect.ListType):
         return st.lists(values(kind.item_type), max_size=3)
+    if isinstance(kind, inspect.TupleType):
+        return st.tuples(*map(values, kind.item_types))
     if isinstance(kind, inspect.DictType):
         return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
     assert isinstance(kind, inspect.StructType), kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from msgspec import inspect
+
 from ringcast.mq.config import EngineConfig, ServerConfig, build
 from ringcast.mq.errors import ConfigError
 

@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 import pytest
+
 from ringcast.mq.endpoint import ChannelOwner, Endpoint, open_receiver, open_sender
 from ringcast.mq.errors import ConfigError
 

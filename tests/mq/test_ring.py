@@ -6,6 +6,7 @@ import random
 import select
 
 import pytest
+
 from ringcast.mq.board import CURSORS, PUBLISHED, Board
 from ringcast.mq.endpoint import open_receiver
 from ringcast.mq.errors import ConfigError, CorruptRecordError, PeerDeadError
@@ -83,6 +84,18 @@ def test_a_bell_rings_until_it_is_disarmed(ring):
     assert not rung(receiver)
     assert sender.try_send(b"2")
     assert not rung(receiver)
+
+
+def test_a_writer_that_woke_is_not_rung(ring):
+    made = ring(capacity=CAPACITY)
+    sender, receiver = made.sender(), made.receiver()
+    assert sender.try_send(bytes(1000))
+    assert not sender.try_send(b"")
+    assert sender.arm()
+    sender.disarm()
+    receiver.try_receive()
+    receiver.commit()
+    assert not rung(sender)
 
 
 def test_only_readers_that_sleep_are_rung(ring):
@@ -163,6 +176,18 @@ def test_parts_are_forgotten_when_the_sender_turns_to_another_record(ring):
     assert sender.try_send(b"another")
     assert [receiver.try_receive(), receiver.try_receive()] == [b"another", None]
     assert receiver.stats().records == sender.stats().records == 1
+
+
+def test_a_large_record_that_was_given_up_can_be_sent_anew(ring):
+    sender, receiver = start_large(ring(capacity=CAPACITY))
+    assert receiver.try_receive() is None
+    assert sender.try_send(b"another")
+    got = []
+    while not sender.try_send(LARGE):
+        while (record := receiver.try_receive()) is not None:
+            got.append(record)
+        receiver.commit()
+    assert [*got, receiver.try_receive()] == [b"another", LARGE]
 
 
 def test_parts_are_forgotten_when_another_large_record_follows(ring):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from ringcast.mq.errors import PeerDeadError
 
 PEER = Path(__file__).with_name("ring_peer.py")

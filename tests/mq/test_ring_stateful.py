@@ -7,6 +7,7 @@ import random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from ringcast.mq.endpoint import ChannelOwner, open_receiver, open_sender
 
 CAPACITY = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from ringcast.mq.errors import InvalidRequestError
 from ringcast.mq.sampling_params import SamplingParams
 

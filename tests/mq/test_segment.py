@@ -9,6 +9,7 @@ import secrets
 
 import posix_ipc
 import pytest
+
 from ringcast.mq import segment as segments
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.segment import Segment, reap

@@ -7,6 +7,7 @@ import select
 import time
 
 import pytest
+
 from ringcast.mq import zmq_channel as module
 from ringcast.mq.board import CURSORS, PUBLISHED
 from ringcast.mq.endpoint import ChannelOwner
@@ -73,17 +74,28 @@ def test_the_end_of_a_dead_writer_is_when_nothing_more_comes(zmq_channel):
     assert module.QUIET <= time.monotonic() - start < 1.0
 
 
+def test_a_dead_writer_of_whom_everything_has_come_is_an_error_at_once(zmq_channel, monkeypatch):
+    monkeypatch.setattr(module, "QUIET", 1000.0)
+    made = zmq_channel()
+    sender, receiver = made.sender(), made.receiver()
+    sender.send(b"last", SOON)
+    made.owner.mark_dead("writer.0")
+    assert receiver.receive(SOON) == b"last"
+    with pytest.raises(PeerDeadError):
+        receiver.try_receive()
+
+
 def test_a_commit_never_goes_back(zmq_channel):
     made = zmq_channel()
-    sender = made.sender()
-    made.owner._board.words[CURSORS + 1] = 4242  # another process has been this reader
-    assert sender.try_send(b"queued")
-    successor = made.receiver()  # counts it as committed, and gets it nevertheless
-    position = made.owner._board.words[CURSORS]
-    assert position == 6 + 16
-    assert successor.receive(SOON) == b"queued"
-    successor.commit()
-    assert made.owner._board.words[CURSORS] == position
+    sender, words = made.sender(), made.owner._board.words
+    words[CURSORS + 1] = 4242  # another process has been this reader
+    for _ in range(2):
+        assert sender.try_send(b"queued")
+    successor = made.receiver()  # counts them as committed, and gets them nevertheless
+    for _ in range(2):
+        assert successor.receive(SOON) == b"queued"
+        successor.commit()
+        assert words[CURSORS] == 2 * (6 + 16)
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path):

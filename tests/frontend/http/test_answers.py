@@ -213,9 +213,7 @@ async def test_completion_logprobs(serve: Any) -> None:
     assert answer["choices"][0]["logprobs"] == {
         "tokens": ["Hello", ",", " wörld"],
         "token_logprobs": [-0.5, -0.5, -0.5],
-        "top_logprobs": [
-            {"t0": -1.0, word: -0.5} for word in ("Hello", ",", " wörld")
-        ],
+        "top_logprobs": [{"t0": -1.0, word: -0.5} for word in ("Hello", ",", " wörld")],
         "text_offset": [0, 5, 6],
     }
 

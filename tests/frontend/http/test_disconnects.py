@@ -21,11 +21,6 @@ async def connect(port: int, path: str, body: Any) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 async def hang_up(writer: Any) -> None:
     writer.transport.abort()
     await asyncio.sleep(0)
@@ -33,7 +28,7 @@ async def hang_up(writer: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_before_the_first_token(
-    serve: Any, client: EngineClient, engine: Any, stream: bool
+    serve: Any, until: Any, client: EngineClient, engine: Any, stream: bool
 ) -> None:
     engine.hold = 0
     async with serve() as server:
@@ -47,7 +42,9 @@ async def test_before_the_first_token(
     assert engine.aborted == [engine.generated[0].request_id]
 
 
-async def test_in_the_middle_of_a_stream(serve: Any, client: EngineClient, engine: Any) -> None:
+async def test_in_the_middle_of_a_stream(
+    serve: Any, until: Any, client: EngineClient, engine: Any
+) -> None:
     engine.hold = 2
     async with serve() as server:
         body = {**CHAT, "stream": True}
@@ -59,7 +56,7 @@ async def test_in_the_middle_of_a_stream(serve: Any, client: EngineClient, engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_with_several_prompts(serve: Any, engine: Any, stream: bool) -> None:
+async def test_with_several_prompts(serve: Any, until: Any, engine: Any, stream: bool) -> None:
     engine.hold = 0
     async with serve() as server:
         body = {"prompt": ["a", "b", "c"], "stream": stream}
@@ -69,7 +66,7 @@ async def test_with_several_prompts(serve: Any, engine: Any, stream: bool) -> No
         await until(lambda: len(engine.aborted) == 3)
 
 
-async def test_a_client_that_shuts_its_side_politely(serve: Any, engine: Any) -> None:
+async def test_a_client_that_shuts_its_side_politely(serve: Any, until: Any, engine: Any) -> None:
     engine.hold = 1
     async with serve() as server:
         body = {**CHAT, "stream": True}
@@ -79,7 +76,7 @@ async def test_a_client_that_shuts_its_side_politely(serve: Any, engine: Any) ->
         await until(lambda: engine.aborted)
 
 
-async def test_others_go_on(serve: Any, engine: Any) -> None:
+async def test_others_go_on(serve: Any, until: Any, engine: Any) -> None:
     engine.hold = 1
     async with serve() as server:
         body = {**CHAT, "stream": True}
@@ -94,9 +91,9 @@ async def test_others_go_on(serve: Any, engine: Any) -> None:
 
 
 async def test_a_slow_reader_slows_only_itself(
-    serve: Any, client: EngineClient, engine: Any
+    serve: Any, until: Any, client: EngineClient, engine: Any
 ) -> None:
-    """Far more than socket buffers hold waits for a client that doesn't read, and others are served."""
+    """More than socket buffers hold waits for a client that doesn't read; others are served."""
     engine.words = ["x" * 100_000] * 200
     async with serve() as server:
         body = {"prompt": "hi", "stream": True, "max_tokens": 200}

@@ -1,4 +1,4 @@
-"""What the endpoints refuse, and how: OpenAI's error shape, the field by name, nobody else disturbed."""
+"""What the endpoints refuse, and how: OpenAI's error shape, with the field by name."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ async def test_a_draining_server_ends_what_runs_and_refuses_the_rest(
     async with serve() as server:
         body = {**CHAT, "stream": True}
         async with server.http.post("/v1/chat/completions", json=body) as running:
-            client.begin_drain()
+            client.draining = True
             status, error = await refused(server, "/v1/chat/completions", CHAT)
             assert status == 503
             assert "shutting down" in error["message"]
@@ -271,7 +271,7 @@ async def test_a_draining_server_ends_what_runs_and_refuses_the_rest(
             assert (await running.text()).endswith("data: [DONE]\n\n")
 
 
-async def test_a_dead_engine(serve: Any, client: EngineClient, engine: Any) -> None:
+async def test_a_dead_engine(serve: Any, until: Any, client: EngineClient, engine: Any) -> None:
     engine.hold = 1
     async with serve() as server:
         waiting = asyncio.create_task(refused(server, "/v1/chat/completions", CHAT))
@@ -279,8 +279,7 @@ async def test_a_dead_engine(serve: Any, client: EngineClient, engine: Any) -> N
         async with server.http.post("/v1/chat/completions", json=body) as streaming:
             first = await streaming.content.readuntil(b"\n\n")
             assert b"Hello" in first
-            while len(engine.generated) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(engine.generated) == 2)
             client.fail_all(EngineDeadError("worker.0 died", "IndexError: boom"))
             rest = await streaming.text()
         assert "worker.0 died\\nIndexError: boom" in rest
@@ -301,6 +300,27 @@ async def test_an_error_of_ours_is_a_500_and_is_logged(
     assert (status, error["type"]) == (500, "internal_server_error")
     assert "TypeError" in error["message"]
     assert "TypeError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x00\xff\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n",
+    ],
+)
+async def test_what_is_no_request_disturbs_nobody(serve: Any, said: bytes) -> None:
+    async with serve() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(said)
+        writer.write_eof()
+        assert b" 200 " not in await reader.read()
+        writer.close()
+        async with server.http.get("/health") as answer:
+            assert answer.status == 200
 
 
 def held_request() -> tuple[Any, Any]:

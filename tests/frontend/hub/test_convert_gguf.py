@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from ringcast.executor import convert_gguf
 from ringcast.executor.convert_gguf import (
     BadGgufError,
     Metadata,
@@ -300,6 +301,12 @@ def test_foreign_file(tmp_path: Path, cache: Path, content: bytes) -> None:
     with pytest.raises(ModelLoadError, match=r"m\.gguf is not a GGUF file: it begins with b'"):
         resolve_model(EngineConfig(model=str(path)))
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("name", ["w", "other.weight", "blk.0.ssm_in.weight", "blk.weight"])
+def test_tensor_of_unknown_use(name: str) -> None:
+    with pytest.raises(BadGgufError, match=f"holds a tensor of unknown use, {name}"):
+        convert_gguf.hf_name(name)
 
 
 def test_missing_tensor(tmp_path: Path, cache: Path) -> None:
