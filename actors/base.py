@@ -60,6 +60,10 @@ class Actor:
         if isinstance(message, messages.Shutdown):
             self.stop()
 
+    def statistics(self) -> dict[str, float]:
+        """A few named numbers for people to look at."""
+        return self.core.statistics() if self.core is not None else {}
+
     def background(self) -> list[Coroutine[Any, Any, None]]:
         """What goes on beside the messages until the actor ends."""
         return [self._publish_statistics()]
@@ -115,8 +119,8 @@ class Actor:
 
     async def _publish_statistics(self) -> None:
         last: dict[str, float] = {}
-        while self.core is not None:
-            values = self.core.statistics()
+        while True:
+            values = self.statistics()
             if values != last:
                 self.control.send(messages.Statistics(values))
                 last = values

@@ -24,6 +24,7 @@ import msgspec
 from ..mq import messages
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
+from ..mq.segment import reap
 from . import lifecycle, topology
 from .boot import Boot, memory_fd
 from .control import Control
@@ -124,6 +125,7 @@ class Supervisor:
     # Starting
 
     def _make_channels(self) -> None:
+        reap()
         for channel in topology.channels(self._counts):
             owner = ChannelOwner.create(
                 transport=self._engine.transport,

@@ -10,7 +10,7 @@ from typing import Any
 from ..actors.connection import EngineConnection
 from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
 from ..mq.errors import EngineDeadError, InvalidRequestError
-from ..mq.messages import OutputSpec, Progress
+from ..mq.messages import OutputSpec, Progress, Status
 from ..mq.sampling_params import SamplingParams
 from .client import EngineClient, RequestHandle
 from .hub import resolve_model
@@ -127,6 +127,11 @@ class AsyncLLM:
             if (handle := self._named.get(name)) is not None:
                 handle.abort()
 
+    async def status(self) -> Status:
+        """The engine's processes, channels and statistics, as they are now."""
+        assert self._connection is not None, "the engine has not been started"
+        return await self._connection.status()
+
     async def shutdown(self) -> None:
         """End the engine and every request in it. Idempotent."""
         if self._closed:
@@ -189,7 +194,7 @@ class AsyncLLM:
         with self.client.submit(asked.prompt, params, output) as handle:
             name = request_id or handle.request_id
             self._named[name] = handle
-            builder = RequestBuilder(handle, asked.text, asked.ids, name)
+            builder = RequestBuilder(handle, asked.text, name)
             try:
                 while chunks := await handle.mailbox.take():
                     for chunk in chunks:

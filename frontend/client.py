@@ -368,8 +368,8 @@ def error_of(info: ErrorInfo | None) -> RingcastError:
         return OverloadedError(info.message)
     if info.status >= 500:
         return RequestFailedError(info.message)
-    error = InvalidRequestError(info.message, param=info.param)
-    error.__dict__.update(status=info.status, code=info.code)
+    error = InvalidRequestError(info.message, param=info.param, code=info.code)
+    error.status = info.status
     return error
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..mq.config import DEFAULT_MODEL
 from ..mq.errors import EngineDeadError, InvalidRequestError
+from ..mq.messages import Status
 from ..mq.sampling_params import SamplingParams
 from .async_llm import AsyncLLM
 from .cli.progress import StartProgress
@@ -106,6 +107,12 @@ class LLM:
         """As `stream`, for a conversation."""
         yield from self._thread.iterate(self._engine.chat(messages, sampling_params))
 
+    def status(self) -> Status:
+        """The engine's processes, channels and statistics, as they are now."""
+        if not self._end.alive:
+            raise EngineDeadError("this LLM has been shut down")
+        return self._thread.run(self._engine.status())
+
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
         self._end()
@@ -152,7 +159,7 @@ async def run_batch(
                 job = jobs[place]
                 handle = client.submit(job.prompt, params[place], mailbox=mailbox)
                 places[handle.request_id] = place
-                builders[handle.request_id] = RequestBuilder(handle, job.text, job.ids)
+                builders[handle.request_id] = RequestBuilder(handle, job.text)
             if not builders:
                 # Full of what other calls have left behind to be acknowledged.
                 await client.wait_idle()

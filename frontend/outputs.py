@@ -42,11 +42,11 @@ class CompletionOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """All choices of one request. Of prompt and prompt_token_ids, the one that the user gave."""
+    """All choices of one request. `prompt` is the text, where the user gave one."""
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int] | None
+    prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
     num_prompt_tokens: int | None = None
@@ -101,13 +101,11 @@ class RequestBuilder:
         self,
         handle: RequestHandle,
         prompt: str | None,
-        prompt_token_ids: list[int] | None,
         request_id: str | None = None,
     ) -> None:
         self.handle = handle
         self.choices = [ChoiceBuilder(i) for i in range(handle.request.params.n)]
         self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
         self._request_id = request_id or handle.request_id
 
     def add(self, chunk: Chunk) -> None:
@@ -122,7 +120,7 @@ class RequestBuilder:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt_token_ids=codec.ints(self.handle.prompt_token_ids).tolist(),
             outputs=[choice.output() for choice in self.choices],
             finished=self.finished,
             num_prompt_tokens=finish.num_prompt_tokens if finish else None,

@@ -26,11 +26,10 @@ _ACCEPTED = 'a string, {"prompt": text}, {"prompt_token_ids": [ids]}, or a list 
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt for the engine, with the text or the token ids that the user gave."""
+    """A prompt for the engine, with the text that the user gave, if it was one."""
 
     prompt: Prompt
     text: str | None = None
-    ids: list[int] | None = None
 
 
 def read_prompt(given: Any, vocab_size: int) -> ReadPrompt:
@@ -41,7 +40,7 @@ def read_prompt(given: Any, vocab_size: int) -> ReadPrompt:
     if isinstance(value, str) and param == "prompt":
         return ReadPrompt(text_prompt(value), text=value)
     if _is_list(value) and (param == "prompt_token_ids" or value is given):
-        return ReadPrompt(tokens_prompt(value, vocab_size, param), ids=list(value))
+        return ReadPrompt(tokens_prompt(value, vocab_size, param))
     raise InvalidRequestError(f"prompt must be {_ACCEPTED}, got {repr(given)[:80]}", param="prompt")
 
 

@@ -1,18 +1,18 @@
 """Every exception that Ringcast raises on purpose.
 
-    RingcastError
-    ├── InvalidRequestError (ValueError)   a request that can't be served as asked: HTTP 400
-    │   └── UnknownModelError              no such model here: HTTP 404
-    ├── ConfigError (ValueError)           options that can't work, before anything starts
-    │   └── ModelLoadError                 weights, config or tokenizer missing, truncated or of an unknown kind
-    ├── OverloadedError                    refused for now, try later: HTTP 503
-    ├── RequestFailedError                 an accepted request failed inside the engine: HTTP 500
-    ├── EngineDeadError                    an actor died; the message ends with the child's own traceback
-    └── ChannelError
-        ├── ChannelTimeout                 a deadline passed in send or receive; names the edge and who is slow
-        ├── ChannelClosed                  this end was closed
-        ├── PeerDeadError                  the other end is gone, and nothing it sent is left to read
-        └── CorruptRecordError             what was read is not what was written
+RingcastError
+├── InvalidRequestError (ValueError)   a request that can't be served as asked: HTTP 400
+│   └── UnknownModelError              no such model here: HTTP 404
+├── ConfigError (ValueError)           options that can't work, before anything starts
+│   └── ModelLoadError                 weights, config or tokenizer missing, truncated or of an unknown kind
+├── OverloadedError                    refused for now, try later: HTTP 503
+├── RequestFailedError                 an accepted request failed inside the engine: HTTP 500
+├── EngineDeadError                    an actor died; the message ends with the child's own traceback
+└── ChannelError
+    ├── ChannelTimeout                 a deadline passed in send or receive; names the edge and who is slow
+    ├── ChannelClosed                  this end was closed
+    ├── PeerDeadError                  the other end is gone, and nothing it sent is left to read
+    └── CorruptRecordError             what was read is not what was written
 """
 
 
@@ -21,13 +21,17 @@ class RingcastError(Exception):
 
 
 class InvalidRequestError(RingcastError, ValueError):
-    """The user's mistake in one request. `param` is the field's name as the user wrote it."""
+    """The user's mistake in one request.
+
+    param: the field's name as the user wrote it. code: OpenAI's short name for what is wrong.
+    """
 
     status = 400
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class UnknownModelError(InvalidRequestError):
@@ -68,11 +72,11 @@ class ChannelError(RingcastError):
     """Something about a channel between two actors."""
 
 
-class ChannelTimeout(ChannelError):  # noqa: N818 - named for what happened, like TimeoutError
+class ChannelTimeout(ChannelError):
     pass
 
 
-class ChannelClosed(ChannelError):  # noqa: N818
+class ChannelClosed(ChannelError):
     pass
 
 

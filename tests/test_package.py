@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import ringcast
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -46,10 +46,6 @@ _PROBE_SLACK = 64
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
-class PromptTooLongError(InvalidRequestError):
-    code = "context_length_exceeded"
-
-
 class TokenizerCore:
     """See actors/core.py. `clock` is what templates that write today's date look at."""
 
@@ -99,8 +95,7 @@ class TokenizerCore:
             accepted = Accepted(request.request_id, request.incarnation, ids)
             return (Send(client, accepted), Send(self._scheduler, add))
         except InvalidRequestError as error:
-            code = getattr(error, "code", None)
-            info = ErrorInfo(str(error), status=error.status, param=error.param, code=code)
+            info = ErrorInfo(str(error), error.status, param=error.param, code=error.code)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the Rust library is no Exception
@@ -214,11 +209,12 @@ class TokenizerCore:
             )
         return msgspec.structs.replace(params, max_tokens=room)
 
-    def _too_long(self, num_tokens: str, param: str) -> PromptTooLongError:
-        return PromptTooLongError(
+    def _too_long(self, num_tokens: str, param: str) -> InvalidRequestError:
+        return InvalidRequestError(
             f"the prompt has {num_tokens} tokens, but the model's context is "
             f"{self._spec.max_model_len} tokens, one of which at least is for the output",
             param,
+            "context_length_exceeded",
         )
 
 

@@ -29,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
     engine = read_options(args, EngineConfig)
     server = read_options(args, ServerConfig)
     with bind(server.host, server.port) as listener, StartProgress() as progress:
-        spec = resolve_model(
-            engine, lambda what, done, total: progress.update(what, what, done, total)
-        )
+        spec = resolve_model(engine, progress.on_model)
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
         reporter = ConsoleReporter(progress, server.served_model_name[0], start)

@@ -16,6 +16,8 @@ from ...mq.errors import EngineDeadError
 from ..client import EngineClient
 from .app import make_app
 
+LAST_BYTES_SECONDS = 1.0  # that slow clients get to read the end of their answers at shutdown
+
 
 class ApiServer(Actor):
     """Accepts on the socket that the supervisor bound, once every other actor is ready."""
@@ -33,7 +35,9 @@ class ApiServer(Actor):
         limit = boot.engine.max_num_queued_reqs
         self._client = EngineClient(boot.spec, self.links.send, index, limit)
         app = make_app(self._client, boot.spec, boot.server, boot.engine, self._ask_status)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_BYTES_SECONDS
+        )
         await self._runner.setup()
         return {}
 
@@ -58,6 +62,9 @@ class ApiServer(Actor):
                 self._status.clear()
             case _:
                 super().on_control(message)
+
+    def statistics(self) -> dict[str, float]:
+        return self._client.statistics()
 
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))

@@ -59,9 +59,9 @@ def status_of(error: RingcastError) -> int:
 
 def body_of(error: RingcastError) -> ErrorBody:
     status = status_of(error)
-    param = error.param if isinstance(error, InvalidRequestError) else None
-    code = getattr(error, "code", None) or status
-    return ErrorBody(str(error), _type_of(status), param, code)
+    if isinstance(error, InvalidRequestError):
+        return ErrorBody(str(error), _type_of(status), error.param, error.code or status)
+    return ErrorBody(str(error), _type_of(status), code=status)
 
 
 def event_of(error: RingcastError) -> bytes:

@@ -37,13 +37,22 @@ class HandScheduler:
         self._copies: list[tuple[int, int]] = []
         self._record()
 
-    def enter(self, row: int, tokens: list[int], computed: int = 0, blocks: list[int] | None = None) -> None:
+    def enter(
+        self, row: int, tokens: list[int], computed: int = 0, blocks: list[int] | None = None
+    ) -> None:
         """A sequence enters with the next plan; `blocks` hold its first `computed` tokens (and are its table)."""
         blocks = list(blocks or [])
         self.known[row], self.blocks[row], self._computed[row] = list(tokens), blocks, computed
         self._new.append(
             messages.NewSequence(
-                row, f"request-{row}", 0, codec.pack(tokens), len(tokens), computed, codec.pack(blocks), GREEDY
+                row,
+                f"request-{row}",
+                0,
+                codec.pack(tokens),
+                len(tokens),
+                computed,
+                codec.pack(blocks),
+                GREEDY,
             )
         )
 
@@ -72,7 +81,9 @@ class HandScheduler:
         self._new, self._removed, self._copies = [], [], []
         output = self.runner.execute(plan)
         assert output.step == plan.step
-        for row, token in zip(codec.ints(output.rows).tolist(), codec.ints(output.token_ids).tolist(), strict=True):
+        for row, token in zip(
+            codec.ints(output.rows).tolist(), codec.ints(output.token_ids).tolist(), strict=True
+        ):
             assert self._computed[row] == len(self.known[row]), "a row was sampled too early"
             self.known[row].append(token)
         return output
@@ -93,7 +104,9 @@ class HandScheduler:
         sample = sampler.sample
 
         def recording(logits, rows, positions):
-            for row, position, row_logits in zip(rows.tolist(), positions.tolist(), logits, strict=True):
+            for row, position, row_logits in zip(
+                rows.tolist(), positions.tolist(), logits, strict=True
+            ):
                 self.logits[row, position] = row_logits.clone()
             return sample(logits, rows, positions)
 
@@ -124,7 +137,12 @@ def hand() -> Callable[..., HandScheduler]:
     """Load a runner on a model folder: hand(folder, max_model_len=..., **engine options)."""
 
     def load(folder: Path, max_model_len: int = 256, **options: object) -> HandScheduler:
-        options = {"dtype": "float32", "max_num_seqs": 8, "num_threads": 2, "num_gpu_blocks_override": 200} | options
+        options = {
+            "dtype": "float32",
+            "max_num_seqs": 8,
+            "num_threads": 2,
+            "num_gpu_blocks_override": 200,
+        } | options
         config = build(EngineConfig, options)
         runner = CpuModelRunner(config, make_spec(folder, max_model_len=max_model_len))
         runner.load(lambda *_: None)

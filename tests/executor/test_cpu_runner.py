@@ -20,7 +20,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 # name -> config class, changes to SHAPE
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
@@ -28,8 +33,14 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "Llama",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 10},
     ),
-    "llama-one-head-each": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 3}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}),
+    "llama-one-head-each": (
+        "Llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 3},
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}},
+    ),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral-window": ("Mistral", {"sliding_window": 11}),
@@ -37,7 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "num_key_value_heads": 1},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 13,
+            "max_window_layers": 1,
+            "num_key_value_heads": 1,
+        },
     ),
     "qwen3": ("Qwen3", {"head_dim": 14, "num_attention_heads": 5, "num_key_value_heads": 1}),
     # As wide as matrix tiles need it.
@@ -57,7 +73,11 @@ def model(tmp_path_factory):
         family, changes = MODELS[name]
         torch.manual_seed(len(name))
         config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
-        made = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+        made = (
+            getattr(transformers, f"{family}ForCausalLM")
+            ._from_config(config, attn_implementation="eager")
+            .eval()
+        )
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.15)
         made.tie_weights()
@@ -80,7 +100,9 @@ def check(scheduler, reference, rows, tolerance: float = 1e-4) -> None:
         mine = {position: logits for (r, position), logits in scheduler.logits.items() if r == row}
         assert mine
         for position, logits in mine.items():
-            error = (logits - expected[position - 1]).abs().max() / expected[position - 1].abs().max()
+            error = (logits - expected[position - 1]).abs().max() / expected[
+                position - 1
+            ].abs().max()
             assert error < tolerance, f"row {row}, position {position}: {error}"
 
 
@@ -103,7 +125,9 @@ def test_prefill_chunks_and_decode_together(name, model, hand):
 
 
 @needs_tiles
-@pytest.mark.parametrize("name", ["llama-wide", "qwen3-wide", "mistral-wide", "llama-tied-biased", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["llama-wide", "qwen3-wide", "mistral-wide", "llama-tied-biased", "qwen2"]
+)
 def test_bfloat16(name, model, hand):
     folder, reference = model(name)
     s = hand(folder, dtype="bfloat16", max_num_batched_tokens=64)
@@ -220,7 +244,9 @@ def test_the_context_can_be_filled_to_its_last_token(model, hand):
 def test_dynamic_rope_is_made_for_the_longest_sequence(tmp_path, hand):
     torch.manual_seed(1)
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
-    config = transformers.LlamaConfig(**(SHAPE | {"max_position_embeddings": 16, "rope_parameters": rope}))
+    config = transformers.LlamaConfig(
+        **(SHAPE | {"max_position_embeddings": 16, "rope_parameters": rope})
+    )
     reference = transformers.LlamaForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)
     s = hand(tmp_path, max_model_len=40)

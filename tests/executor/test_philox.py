@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from ringcast.executor.philox import SAMPLE, philox4x32, uniforms
 
 ONES = 0xFFFFFFFF

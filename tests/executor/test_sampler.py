@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from ringcast.executor.sampler import Sampler, truncate
 from ringcast.mq import codec
 from ringcast.mq.messages import TokenLogprobs

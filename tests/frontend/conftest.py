@@ -24,9 +24,20 @@ from ringcast.frontend.loop_thread import LoopThread
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
 from ringcast.mq.errors import EngineDeadError
-from ringcast.mq.messages import Abort, Chunk, Chunks, ErrorInfo, Finish, Generate, Rejected
+from ringcast.mq.messages import (
+    Abort,
+    Accepted,
+    Chunk,
+    Chunks,
+    ErrorInfo,
+    Finish,
+    Generate,
+    Rejected,
+    TokensPrompt,
+)
 
 WORDS = ["Hello", ",", " wörld", " 🌍", "!"]
+TEXT_IDS = [7, 8, 9]  # what the fake tokenizer makes of any text
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -130,6 +141,9 @@ class FakeEngine:
             rejected = Rejected(request.request_id, request.incarnation, reject)
             self._deliver("tokenizer.0", rejected)
             return
+        prompt = request.prompt
+        ids = prompt.token_ids if isinstance(prompt, TokensPrompt) else codec.pack(TEXT_IDS)
+        self._deliver("tokenizer.0", Accepted(request.request_id, request.incarnation, ids))
         left = list(range(request.params.n))
         await asyncio.gather(*(self._choice(request, i, left) for i in left.copy()))
 

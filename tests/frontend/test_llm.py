@@ -34,7 +34,7 @@ def test_results_come_in_the_order_of_prompts(connection: Any, engine: Any) -> N
         results = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
     assert [len(result.outputs[0].token_ids) for result in results] == [1, 2, 3, 4]
     assert [result.prompt for result in results] == ["a", "b", None, None]
-    assert [result.prompt_token_ids for result in results] == [None, None, [1, 2], [3, 4]]
+    assert [result.prompt_token_ids for result in results] == [[7, 8, 9], [7, 8, 9], [1, 2], [3, 4]]
     assert [sent.prompt for sent in engine.generated] == [
         TextPrompt("a"),
         TextPrompt("b"),

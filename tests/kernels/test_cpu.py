@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from ringcast.kernels.cpu import activation, attention, embedding, linear, norm, openmp, rope
+
+from ringcast.kernels.cpu import activation, attention, embedding, linear, norm, openmp, rope, tiles
 from ringcast.kernels.cpu import tile_attention as tile_attention_module
-from ringcast.kernels.cpu import tiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -29,13 +29,17 @@ def count(n: int) -> np.ndarray:
     return np.array([n], np.int64)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> None:
     limit = TOLERANCE[dtype] * scale
     torch.testing.assert_close(actual.float(), expected.float(), rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "inner", "outer", "bias"), [(1, 7, 3, False), (3, 40, 29, True), (4, 65, 8, False)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer", "bias"), [(1, 7, 3, False), (3, 40, 29, True), (4, 65, 8, False)]
+)
 def test_row_linear(dtype, rows, inner, outer, bias):
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
     b, y = torch.randn(outer) if bias else None, nans(rows, outer)
@@ -46,7 +50,9 @@ def test_row_linear(dtype, rows, inner, outer, bias):
 
 @needs_tiles
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 70])
-@pytest.mark.parametrize(("inner", "outer", "bias"), [(32, 32, False), (50, 33, True), (2500, 500, True)])
+@pytest.mark.parametrize(
+    ("inner", "outer", "bias"), [(32, 32, False), (50, 33, True), (2500, 500, True)]
+)
 def test_tile_linear(rows, inner, outer, bias):
     x, weight = torch.randn(rows, inner).bfloat16(), torch.randn(outer, inner).bfloat16()
     k, n = tiles.padded(inner), tiles.padded(outer)
@@ -70,12 +76,16 @@ def test_pack_is_undone_by_unpack():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "size", "update"), [(1, 33, True), (5, 48, False), (37, 100, True)])
+@pytest.mark.parametrize(
+    ("rows", "size", "update"), [(1, 33, True), (5, 48, False), (37, 100, True)]
+)
 def test_add_rms_norm(dtype, rows, size, update):
     hidden, weight = torch.randn(rows, size), torch.randn(size)
     change = torch.randn(rows, size + 5) if update else None
     expected_hidden = hidden.clone()
-    expected = norm.add_rms_norm(expected_hidden, None if change is None else change[:, :size], weight, 1e-5)
+    expected = norm.add_rms_norm(
+        expected_hidden, None if change is None else change[:, :size], weight, 1e-5
+    )
     out = nans(rows, size + 3, dtype=dtype)
     norm.add_rms_norm_kernel.bind(
         dtype, rows=count(rows), index=None, hidden=hidden, update=change, weight=weight, out=out, size=size,
@@ -119,11 +129,15 @@ def test_embedding(dtype):
         tables.append((embedding.tile_embedding, tiles.pack(weight)))
     for kernel, table in tables:
         out = nans(5, 50)
-        kernel.bind(dtype, rows=count(5), token_ids=ids, weight=table, out=out, vocabulary=77, size=50)()
+        kernel.bind(
+            dtype, rows=count(5), token_ids=ids, weight=table, out=out, vocabulary=77, size=50
+        )()
         assert torch.equal(out, expected)
 
 
-def cache(blocks: int, heads: int, size: int, block_size: int, pair: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def cache(
+    blocks: int, heads: int, size: int, block_size: int, pair: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     return [
         nans(blocks, heads, size // pair, block_size, pair, dtype=dtype),
         nans(blocks, heads, block_size // pair, size, pair, dtype=dtype),
@@ -148,12 +162,19 @@ def test_rope_and_cache(dtype, pair, normed):
     split = qkv[:, : heads * (group + 2) * size].unflatten(1, (-1, size))
     q_in, k_in, v_in = split.split([heads * group, heads, heads], 1)
     if normed:
-        q_in, k_in = norm.add_rms_norm(q_in, None, q_weight, 1e-6), norm.add_rms_norm(k_in, None, k_weight, 1e-6)
-    expected_q = rope.rotate(q_in, cos, sin).unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2)
+        q_in, k_in = (
+            norm.add_rms_norm(q_in, None, q_weight, 1e-6),
+            norm.add_rms_norm(k_in, None, k_weight, 1e-6),
+        )
+    expected_q = (
+        rope.rotate(q_in, cos, sin).unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2)
+    )
     assert_close(q[:, : rows * group], expected_q, dtype, 4)
     assert q[:, rows * group :].isnan().all()
     expected_keys, expected_values = cache(blocks, heads, size, block_size, pair, dtype)
-    rope.write_cache(expected_keys, expected_values, rope.rotate(k_in, cos, sin), v_in, torch.from_numpy(slots))
+    rope.write_cache(
+        expected_keys, expected_values, rope.rotate(k_in, cos, sin), v_in, torch.from_numpy(slots)
+    )
     for actual, expected in ((keys, expected_keys), (values, expected_values)):
         assert torch.equal(actual.isnan(), expected.isnan())
         assert_close(actual.nan_to_num(), expected.nan_to_num(), dtype, 4)
@@ -173,7 +194,9 @@ def attend(kernel, dtype, pair, lengths, context, group, heads, size, block_size
         mine = [order.pop() for _ in range(-(-total // block_size))]
         tables[rows[s], : len(mine)] = mine
         used.append(mine)
-        slots = torch.tensor([mine[t // block_size] * block_size + t % block_size for t in range(total)])
+        slots = torch.tensor(
+            [mine[t // block_size] * block_size + t % block_size for t in range(total)]
+        )
         k, v = torch.randn(total, heads, size), torch.randn(total, heads, size)
         rope.write_cache(keys, values, k.to(dtype), v.to(dtype), slots)
     q = nans(heads, (tokens + 3) * group, size, dtype=dtype)
@@ -197,17 +220,32 @@ def attend(kernel, dtype, pair, lengths, context, group, heads, size, block_size
     return out[:, : heads * group * size], expected
 
 
-SEQUENCES = [([1], [1]), ([1, 1, 1], [70, 16, 33]), ([40, 1, 17, 5], [40, 64, 50, 37]), ([23], [151])]
+SEQUENCES = [
+    ([1], [1]),
+    ([1, 1, 1], [70, 16, 33]),
+    ([40, 1, 17, 5], [40, 64, 50, 37]),
+    ([23], [151]),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("lengths", "context"), SEQUENCES)
 @pytest.mark.parametrize(
-    ("group", "heads", "size", "block_size", "window"), [(3, 2, 6, 16, 0), (1, 3, 16, 5, 0), (4, 1, 10, 8, 20)]
+    ("group", "heads", "size", "block_size", "window"),
+    [(3, 2, 6, 16, 0), (1, 3, 16, 5, 0), (4, 1, 10, 8, 20)],
 )
 def test_paged_attention(dtype, lengths, context, group, heads, size, block_size, window):
     out, expected = attend(
-        attention.paged_attention_kernel, dtype, 1, lengths, context, group, heads, size, block_size, window
+        attention.paged_attention_kernel,
+        dtype,
+        1,
+        lengths,
+        context,
+        group,
+        heads,
+        size,
+        block_size,
+        window,
     )
     assert_close(out, expected, dtype, 3)
 
@@ -243,7 +281,9 @@ def test_a_tape_runs_its_launches_in_order_on_all_threads():
     buffers = [x, *(nans(2, 64) for _ in weights)]
     rows = count(2)
     openmp.Tape(
-        linear.row_linear.bind(torch.float32, rows=rows, x=a, weight=w, bias=None, y=b, inner=64, outer=64)
+        linear.row_linear.bind(
+            torch.float32, rows=rows, x=a, weight=w, bias=None, y=b, inner=64, outer=64
+        )
         for a, w, b in zip(buffers, weights, buffers[1:], strict=False)
     )()
     expected = x
