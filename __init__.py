@@ -1,4 +1,4 @@
-"""Ringcast: an LLM inference and serving engine built of actors, shared-memory rings and a paged KV cache."""
+"""Ringcast: an LLM inference and serving engine of actors over shared-memory rings."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Control(socket.socket(fileno=order.control_fd), messages.ActorToSupervisor)
     supervisor = Supervisor(order.engine, order.spec, ControlReporter(control), external=control)
-    return uvloop.run(supervisor.run())
+    code: int = uvloop.run(supervisor.run())
+    return code
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -95,7 +96,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("logprobs", (int, type(None)), "an integer or None"),
     ("skip_special_tokens", (bool,), "true or false"),
 )
-_RANGES = (
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda v: 1 <= v <= MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}"),
     ("temperature", lambda v: 0.0 <= v < float("inf"), "a number of at least 0"),
     ("top_p", lambda v: 0.0 < v <= 1.0, "a number above 0 and at most 1"),

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
         reporter = ConsoleReporter(progress, server.served_model_name[0], start)
         supervisor = Supervisor(engine, spec, reporter, server=server, listener=listener)
-        return uvloop.run(supervisor.run())
+        code: int = uvloop.run(supervisor.run())
+        return code
 
 
 class ConsoleReporter:

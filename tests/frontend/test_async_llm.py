@@ -1,3 +1,5 @@
+"""AsyncLLM over a fake engine."""
+
 from __future__ import annotations
 
 import asyncio

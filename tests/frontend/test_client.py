@@ -1,3 +1,5 @@
+"""The ledger: every request has one end, whatever arrives, twice or late."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""LLM over a fake engine: order, progress, mistakes, Ctrl-C, ends."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""An event loop on a thread of its own, driven from another."""
+
 from __future__ import annotations
 
 import asyncio

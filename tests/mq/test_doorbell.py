@@ -1,3 +1,5 @@
+"""The eventfd bell."""
+
 from __future__ import annotations
 
 import os

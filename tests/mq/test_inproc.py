@@ -1,3 +1,5 @@
+"""What is special about the channel inside one process."""
+
 from __future__ import annotations
 
 from ringcast.mq.inproc import InprocChannel

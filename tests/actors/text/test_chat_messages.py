@@ -1,3 +1,5 @@
+"""Messages of a chat as a template may see them: parts joined, tool arguments decoded, refusals."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Chat templates against transformers' own rendering, and what the sandbox refuses."""
+
 from __future__ import annotations
 
 from datetime import datetime

@@ -1,3 +1,5 @@
+"""Streams of tokens become chunks: text, stop strings, ends, counts, rendered events."""
+
 from __future__ import annotations
 
 import json

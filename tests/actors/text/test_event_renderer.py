@@ -1,3 +1,5 @@
+"""The bytes of a stream's events, as OpenAI's clients read them."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Stop strings are found wherever tokens cut the text, against a letter-by-letter oracle."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tokenizers load from a folder's files, old and new, without torch."""
+
 from __future__ import annotations
 
 import json

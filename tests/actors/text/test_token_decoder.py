@@ -1,3 +1,5 @@
+"""Token by token, the text equals the tokenizer's own decode of all of them."""
+
 from __future__ import annotations
 
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""Prompts become token ids, or a refusal that says what is wrong."""
+
 from __future__ import annotations
 
 import json

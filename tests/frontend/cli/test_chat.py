@@ -1,3 +1,5 @@
+"""The terminal chat, against a fake engine and over HTTP."""
+
 from __future__ import annotations
 
 import io

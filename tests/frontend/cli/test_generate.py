@@ -1,3 +1,5 @@
+"""`ringcast generate`: one prompt streams, several become a batch."""
+
 from __future__ import annotations
 
 import io

@@ -1,3 +1,5 @@
+"""The command line's entry: sub-commands, exit codes, one line for a mistake."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,3 +1,5 @@
+"""`ringcast models` and `ringcast pull`, as a person and as a script see them."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Every option of every config is on the command line and in the config file."""
+
 from __future__ import annotations
 
 import argparse

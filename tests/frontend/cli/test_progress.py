@@ -1,3 +1,5 @@
+"""Start-up progress: bars on a terminal, lines elsewhere."""
+
 from __future__ import annotations
 
 import io

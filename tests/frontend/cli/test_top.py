@@ -1,3 +1,5 @@
+"""`ringcast top`: what it shows of a server's status, and what it says without one."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""Pulling a model of the catalogue: checks, crashes, and two at once."""
+
 from __future__ import annotations
 
 import json

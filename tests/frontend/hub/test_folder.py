@@ -1,3 +1,5 @@
+"""Model folders: which files there must be, and what is said when they are not."""
+
 from __future__ import annotations
 
 import json

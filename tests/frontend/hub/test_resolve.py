@@ -1,3 +1,5 @@
+"""From a model's name to its ModelSpec, and every way to get it wrong."""
+
 from __future__ import annotations
 
 import json
