@@ -3,15 +3,15 @@
 RingcastError
 ├── InvalidRequestError (ValueError)   a request that can't be served as asked: HTTP 400
 │   └── UnknownModelError              no such model here: HTTP 404
-├── ConfigError (ValueError)           options that can't work, before anything starts
-│   └── ModelLoadError                 weights, config or tokenizer missing, truncated or of an unknown kind
+├── ConfigError (ValueError)           options that can't work
+│   └── ModelLoadError                 a model's files missing, truncated or unknown
 ├── OverloadedError                    refused for now, try later: HTTP 503
-├── RequestFailedError                 an accepted request failed inside the engine: HTTP 500
-├── EngineDeadError                    an actor died; the message ends with the child's own traceback
+├── RequestFailedError                 an accepted request failed in the engine: HTTP 500
+├── EngineDeadError                    an actor died; ends with the child's own traceback
 └── ChannelError
-    ├── ChannelTimeout                 a deadline passed in send or receive; names the edge and who is slow
+    ├── ChannelTimeout                 a deadline passed; names the edge and who is slow
     ├── ChannelClosed                  this end was closed
-    ├── PeerDeadError                  the other end is gone, and nothing it sent is left to read
+    ├── PeerDeadError                  the other end is gone, and nothing is left to read
     └── CorruptRecordError             what was read is not what was written
 """
 
