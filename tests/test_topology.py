@@ -152,6 +152,20 @@ def test_after_any_death_everything_ends(model, victim):
         assert all(gone(pid) for pid in pids.values())
 
 
+def test_a_worker_that_hangs_is_named(model):
+    options = (*FAKE, "--load-format", "dummy", "--step-timeout", "1")
+    with serve(model, *options, **SLOW) as server:
+        name = server.get("/v1/models")["data"][0]["id"]
+        pids = server.pids()
+        stream = server.stream("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 400})
+        assert next(stream)
+        os.kill(pids["worker.0"], signal.SIGSTOP)
+        *_, last = stream
+        assert "a worker hangs" in last
+        assert server.wait()[0] == 1
+        assert all(gone(pid) for pid in pids.values())
+
+
 def test_nothing_survives_the_supervisor(model):
     with serve(model, *FAKE, "--load-format", "dummy") as server:
         pids = server.pids()
