@@ -1,4 +1,6 @@
-"""The model runner on processors: batch, model, cache and sampler of one rank, and the steps that they make together."""
+"""The model runner on processors: batch, model, cache and sampler of one rank, and the steps that
+they make together.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import time
 import llvmlite.binding as llvm
 import torch
 
-from ..kernels.cpu import openmp
+from ..kernels.cpu.compiled import cache_folder
+from ..kernels.cpu.openmp import Tape
 from ..mq import codec
 from ..mq.config import EngineConfig, ModelSpec
-from ..mq.messages import StepOutput, StepPlan, WorkerReady
+from ..mq.messages import NewSequence, StepOutput, StepPlan, WorkerReady
+from ..mq.sampling_params import SamplingParams
 from . import kv_memory
 from .input_batch import InputBatch
 from .models import find_model
@@ -21,7 +25,7 @@ from .weights import DummyWeights, SafetensorsWeights, WeightSource
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """"auto" is bfloat16 where the processor multiplies it natively, else float32."""
+    """ "auto" is bfloat16 where the processor multiplies it natively, else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -37,7 +41,7 @@ class CpuModelRunner:
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> WorkerReady:
-        """Raises ModelLoadError for what is wrong with the model, ConfigError where it doesn't fit."""
+        """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
         config, spec = self._config, self._spec
         threads = config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
@@ -48,7 +52,11 @@ class CpuModelRunner:
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
         self._model = family.load(
-            spec.hf_config, dtype, config.block_size, source, lambda n, total: progress("loading weights", n, total)
+            spec.hf_config,
+            dtype,
+            config.block_size,
+            source,
+            lambda n, total: progress("loading weights", n, total),
         )
         loaded = time.perf_counter()
         self._compile(dtype, progress)
@@ -59,11 +67,11 @@ class CpuModelRunner:
             spec.max_model_len,
             config.block_size,
         )
-        self._attention = self._model.bind(self._batch, spec.max_model_len)
-        block_bytes = self._attention.geometry.block_bytes
-        num_blocks = kv_memory.num_blocks(config, spec.max_model_len, block_bytes, kv_memory.available_bytes())
-        cache_bytes = self._attention.allocate(num_blocks)
-        self._model.build()
+        block_bytes = self._model.geometry.block_bytes
+        num_blocks = kv_memory.num_blocks(
+            config, spec.max_model_len, block_bytes, kv_memory.available_bytes()
+        )
+        self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
         self._sampler = Sampler(config.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._warm_up()
         self._details = {
@@ -72,10 +80,10 @@ class CpuModelRunner:
             "threads": threads,
             **self._model.describe(),
             "weights_bytes": self._model.num_bytes(),
-            "kv_cache_bytes": cache_bytes,
+            "kv_cache_bytes": num_blocks * block_bytes,
             "num_blocks": num_blocks,
             "block_size": config.block_size,
-            "kernel_cache": str(openmp.cache_folder() or "none: nothing can be written"),
+            "kernel_cache": str(cache_folder() or "none: nothing can be written"),
             "load_seconds": round(loaded - start, 3),
             "compile_seconds": round(compiled - loaded, 3),
             "warm_up_seconds": round(time.perf_counter() - compiled, 3),
@@ -102,19 +110,23 @@ class CpuModelRunner:
         tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
         self._batch.append(step.sampled, tokens)
         seconds = time.perf_counter() - start
-        return StepOutput(plan.step, codec.pack(step.sampled), codec.pack(tokens), logprobs, seconds)
+        return StepOutput(
+            plan.step, codec.pack(step.sampled), codec.pack(tokens), logprobs, seconds
+        )
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:
         kernels = self._model.kernels()
         for done, kernel in enumerate(kernels):
             progress("compiling kernels", done, len(kernels))
             kernel.compile(dtype)
-        openmp.Tape.compile()
+        Tape.compile()
         progress("compiling kernels", len(kernels), len(kernels))
 
     def _warm_up(self) -> None:
-        """One token at the null block: pages of weights and buffers become real before somebody waits for them."""
-        row = self._batch.rows[:1] * 0
-        self._batch.num_known[0] = 2
-        self._model.forward(self._batch.prepare(row, row + 1))
-        self._batch.num_known[0] = self._batch.num_computed[0] = 0
+        """A step of one token in the null block: weights and buffers become real before somebody
+        waits for them.
+        """
+        row, zero = codec.pack([0]), codec.pack([0])
+        new = NewSequence(0, "warm-up", 0, zero, 1, 0, zero, SamplingParams(temperature=0.0))
+        self.execute(StepPlan(-1, b"", [new], b"", b"", b"", b"", row, codec.pack([1])))
+        self.execute(StepPlan(-1, row, [], b"", b"", b"", b"", b"", b""))

@@ -1,13 +1,14 @@
 """The batch that a worker keeps between steps, and what one step's kernels read of it.
 
-A row is a sequence: its known tokens, how many of them have their keys and values in the cache, and its block table. A
-plan changes only what it names. `prepare` lays the step's tokens out one sequence after the other (a "super-sequence")
-in arrays whose addresses never change, since the kernels are bound to them:
+A row is a sequence: its known tokens, how many of them have their keys and values in the cache, and
+its block table. A plan changes only what it names. `prepare` lays the step's tokens out one
+sequence after the other (a "super-sequence") in arrays whose addresses never change, since the
+kernels are bound to them:
 
     token_ids, positions, slots   one per token; slot = block * block size + offset
     starts                        where each sequence's tokens begin, and the end of the last
-    context, rows                 one per sequence: its tokens in the cache after this step, its row here
-    last                          the token of each sampled sequence whose hidden state becomes logits
+    context, rows                 one per sequence: its tokens in the cache after the step, its row
+    last                          the last token of each sampled sequence, which makes logits
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Step(NamedTuple):
 
 
 class InputBatch:
-    def __init__(self, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int
+    ) -> None:
         length = max_model_len + 1  # the token sampled last is stored, though nothing follows it
         self.block_size = block_size
         self.known_tokens = np.zeros((max_num_seqs, length), np.int32)

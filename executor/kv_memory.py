@@ -1,4 +1,4 @@
-"""How much memory there is for the KV cache, and how many blocks that makes. Measured, not guessed."""
+"""How much memory there is for the KV cache, measured, and how many blocks that makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ NULL_BLOCKS = 1  # block 0 belongs to nobody: it is where padding reads and writ
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What this process can still allocate: the machine's free memory, or less by a control group's limit."""
+    """What this process can still allocate: the machine's free memory, or less by a control group's
+    limit.
+    """
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
@@ -22,7 +24,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _group_rooms(root: Path) -> list[int]:
-    """Bytes left under each limit that holds for this process, its own group's and those above it."""
+    """Bytes left under each limit on this process: its own group's, and those above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -40,7 +42,9 @@ def _group_rooms(root: Path) -> list[int]:
 
 
 def _rooms(mount: Path, path: str, limit: str, usage: str, cache: str) -> list[int]:
-    """Inside a container the group may be mounted as the root, so paths that aren't there are passed over."""
+    """Inside a container the group may be mounted as the root, so paths that aren't there are
+    passed over.
+    """
     rooms = []
     folder = mount / path.lstrip("/")
     for group in [folder, *folder.parents]:
@@ -75,15 +79,16 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, avail
         blocks = min(space // block_bytes, most)
         if blocks < 1 + NULL_BLOCKS:
             raise ConfigError(
-                f"one KV-cache block and the reserved one need {(1 + NULL_BLOCKS) * block_bytes} bytes, and there are "
-                f"{space} ({source}, of {available} bytes available): free memory, or raise {source}"
+                f"one KV-cache block and the reserved one need {(1 + NULL_BLOCKS) * block_bytes} "
+                f"bytes, and there are {space} ({source}, of {available} bytes available): "
+                f"free memory, or raise {source}"
             )
     tokens = (blocks - NULL_BLOCKS) * config.block_size
     if tokens < max_model_len:
         need = (per_sequence + NULL_BLOCKS) * block_bytes
         raise ConfigError(
-            f"max_model_len is {max_model_len}, and the KV cache has room for {tokens} tokens ({blocks} blocks): set "
-            f"max_model_len to at most {tokens}, or raise {source} (one such sequence needs {need} bytes, of which "
-            f"there are {blocks * block_bytes})"
+            f"max_model_len is {max_model_len}, and the KV cache has room for {tokens} tokens "
+            f"({blocks} blocks): set max_model_len to at most {tokens}, or raise {source} "
+            f"(one such sequence needs {need} bytes, and there are {blocks * block_bytes})"
         )
     return blocks

@@ -1,8 +1,10 @@
-"""Layers that own weights: the linear layer and the token embedding, in the layout that their kernels read.
+"""Layers that own weights: the linear layer and the token embedding, in the layout that their
+kernels read.
 
-With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows. Otherwise it is held in rows,
-for a kernel that serves a few rows and for torch, which serves many. Inputs have the model's element type in buffers of
-`padded` width, zero beyond their own; outputs are float32.
+With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows.
+Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many.
+Inputs have the model's element type in buffers of `padded` width, zero beyond their own; outputs
+are float32.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ class Layout:
     def kernels(self, tied: bool) -> list[Kernel]:
         """What Linear and Embedding bind; tied: the embedding shares the output layer's weight."""
         if self.tiled:
-            return [linear.tile_linear, embedding.tile_embedding if tied else embedding.row_embedding]
+            return [
+                linear.tile_linear,
+                embedding.tile_embedding if tied else embedding.row_embedding,
+            ]
         return [linear.row_linear, embedding.row_embedding]
 
     def describe(self) -> str:
-        return "matrix tiles (AMX)" if self.tiled else "rows (a kernel for few rows, torch for many)"
+        return (
+            "matrix tiles (AMX)" if self.tiled else "rows (a kernel for few rows, torch for many)"
+        )
 
 
 class Linear:
@@ -51,21 +58,27 @@ class Linear:
         self.weight = tiles.pack(weight) if layout.tiled else weight
         self._bias: torch.Tensor | None = None
         if biases:
-            self._bias = F.pad(torch.cat([b.float() for b in biases]), (0, self.width - self.outputs))
+            self._bias = F.pad(
+                torch.cat([b.float() for b in biases]), (0, self.width - self.outputs)
+            )
 
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
 
     def bind(self, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> Operation:
-        """x [capacity, padded inputs] -> y float32, of which the first capacity x width numbers are used."""
+        """x [capacity, padded inputs] -> y float32, of which the first capacity x width numbers are
+        used.
+        """
         assert x.shape[1] == self._layout.padded(self.inputs)
         y = y.view(-1)[: x.shape[0] * self.width].view(-1, self.width)
         common = {"rows": rows, "x": x, "weight": self.weight, "bias": self._bias, "y": y}
         sizes = {"inner": x.shape[1], "outer": self.width}
         if self._layout.tiled:
             configurations = linear.CONFIGURATIONS
-            return linear.tile_linear.bind(x.dtype, **common, **sizes, configurations=configurations)
+            return linear.tile_linear.bind(
+                x.dtype, **common, **sizes, configurations=configurations
+            )
         few = linear.row_linear.bind(x.dtype, **common, **sizes)
         return ByRows(few, lambda count: self._product(x[:count], y[:count]))
 
@@ -81,7 +94,9 @@ class Linear:
 class Embedding:
     """A table of its own, or the weight of the output layer that it is tied to."""
 
-    def __init__(self, layout: Layout, table: torch.Tensor | None, tied: Linear | None = None) -> None:
+    def __init__(
+        self, layout: Layout, table: torch.Tensor | None, tied: Linear | None = None
+    ) -> None:
         assert (table is None) != (tied is None)
         self._layout = layout
         self._table = table.to(layout.dtype, copy=True) if table is not None else None
@@ -100,5 +115,11 @@ class Embedding:
             kernel = embedding.tile_embedding if self._layout.tiled else embedding.row_embedding
         vocabulary, size = self._shape
         return kernel.bind(
-            self._layout.dtype, rows=rows, token_ids=token_ids, weight=weight, out=out, vocabulary=vocabulary, size=size
+            self._layout.dtype,
+            rows=rows,
+            token_ids=token_ids,
+            weight=weight,
+            out=out,
+            vocabulary=vocabulary,
+            size=size,
         )

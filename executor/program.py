@@ -1,20 +1,20 @@
-"""A forward pass as a list of operations, bound to their buffers once and run for any number of rows.
+"""A forward pass as a list of operations, bound to their buffers once and run for any number of
+rows.
 
-Consecutive kernels become one tape, which is one call from Python. Where an operation is done by one kernel for few rows
-and by torch for many (`ByRows`), there are two versions of the list.
+Consecutive kernels become one tape, which is one call from Python. Where an operation is done by
+one kernel for few rows and by torch for many (`ByRows`), there are two versions of the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from ..kernels.cpu.openmp import Launch, Tape
 
-FEW_ROWS = 4  # up to here a row-by-row product beats torch's matrix product
+FEW_ROWS = 12  # up to here a row-by-row product beats torch's matrix product
 
 
 class ByRows(NamedTuple):
@@ -42,6 +42,14 @@ class Program:
 
 def _tapes(operations: list[Launch | Callable[[int], None]]) -> list[Callable[[int], None]]:
     calls: list[Callable[[int], None]] = []
-    for is_kernel, run in groupby(operations, lambda op: isinstance(op, Launch)):
-        calls += [Tape(run)] if is_kernel else list(run)  # type: ignore[arg-type, list-item]
+    launches: list[Launch] = []
+    for operation in [*operations, None]:
+        if isinstance(operation, Launch):
+            launches.append(operation)
+            continue
+        if launches:
+            calls.append(Tape(launches))
+            launches = []
+        if operation is not None:
+            calls.append(operation)
     return calls

@@ -1,11 +1,13 @@
 """Rotary position embedding: the frequencies of each kind of context extension.
 
-A pair of dimensions i of a head turns by position * frequency[i]. Kinds (`rope_type`): "default"; "linear" (positions
-are squeezed); "dynamic" (NTK-aware base, by u/emozilla); "llama3" (only long wavelengths are squeezed, smoothly); "yarn"
-(Peng et al., 2023: a ramp between squeezed and not, and sharper attention).
+A pair of dimensions i of a head turns by position * frequency[i]. Kinds (`rope_type`): "default";
+"linear" (positions are squeezed); "dynamic" (NTK-aware base, by u/emozilla); "llama3" (only long
+wavelengths are squeezed, smoothly); "yarn" (Peng et al., 2023: a ramp between squeezed and not, and
+sharper attention).
 
-"dynamic" is made for the longest sequence that this engine may serve: within the model's own length it changes nothing,
-and beyond it all sequences share one set of frequencies, because cached keys can't be turned again.
+"dynamic" is made for the longest sequence that this engine may serve: within the model's own length
+it changes nothing, and beyond it all sequences share one set of frequencies, because cached keys
+can't be turned again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from ..mq.errors import ModelLoadError
 
 
 class RopeParameters(NamedTuple):
-    """kind, theta and the rest of config.json's dictionary; max_positions is the model's own length."""
+    """kind, theta and the rest of config.json's dictionary; max_positions is the model's own
+    length.
+    """
 
     kind: str
     theta: float
@@ -30,7 +34,9 @@ class RopeParameters(NamedTuple):
     def number(self, name: str) -> float:
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelLoadError(f"config.json: rope type {self.kind!r} needs a number {name!r}, got {value!r}")
+            raise ModelLoadError(
+                f"config.json: rope type {self.kind!r} needs a number {name!r}, got {value!r}"
+            )
         return float(value)
 
     def original_length(self) -> float:
@@ -38,20 +44,36 @@ class RopeParameters(NamedTuple):
 
 
 def read_parameters(hf_config: dict[str, Any]) -> RopeParameters:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). ModelLoadError if unknown."""
-    values = dict(hf_config.get("rope_scaling") or {}) | dict(hf_config.get("rope_parameters") or {})
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+    ModelLoadError if unknown.
+    """
+    values = dict(hf_config.get("rope_scaling") or {}) | dict(
+        hf_config.get("rope_parameters") or {}
+    )
     kind = values.get("rope_type") or values.get("type") or "default"
     theta = values.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
     if kind not in FREQUENCIES:
-        raise ModelLoadError(f"config.json: rope type {kind!r} is not supported; {', '.join(FREQUENCIES)} are")
-    if values.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ModelLoadError(
+            f"config.json: rope type {kind!r} is not supported; {', '.join(FREQUENCIES)} are"
+        )
+    if values.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) not in (
+        None,
+        1,
+        1.0,
+    ):
         raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
     if "original_max_position_embeddings" in hf_config:
-        values.setdefault("original_max_position_embeddings", hf_config["original_max_position_embeddings"])
-    return RopeParameters(kind, float(theta), values, int(hf_config.get("max_position_embeddings", 2048)))
+        values.setdefault(
+            "original_max_position_embeddings", hf_config["original_max_position_embeddings"]
+        )
+    return RopeParameters(
+        kind, float(theta), values, int(hf_config.get("max_position_embeddings", 2048))
+    )
 
 
-def frequencies(rope: RopeParameters, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+def frequencies(
+    rope: RopeParameters, head_size: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
     """float32 [head_size / 2], and the factor that cos and sin are multiplied by."""
     return FREQUENCIES[rope.kind](rope, head_size, max_model_len)
 
@@ -60,7 +82,9 @@ def _plain(theta: float, head_size: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float) / head_size)
 
 
-def _default(rope: RopeParameters, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+def _default(
+    rope: RopeParameters, head_size: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
     return _plain(rope.theta, head_size), 1.0
 
 
@@ -68,7 +92,9 @@ def _linear(rope: RopeParameters, head_size: int, max_model_len: int) -> tuple[t
     return _plain(rope.theta, head_size) / rope.number("factor"), 1.0
 
 
-def _dynamic(rope: RopeParameters, head_size: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+def _dynamic(
+    rope: RopeParameters, head_size: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
     factor, length = rope.number("factor"), max(max_model_len, rope.max_positions)
     stretch = factor * length / rope.max_positions - (factor - 1)
     return _plain(rope.theta * stretch ** (head_size / (head_size - 2)), head_size), 1.0

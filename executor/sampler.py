@@ -28,7 +28,7 @@ import torch
 from numba import carray, njit
 from numpy.typing import NDArray
 
-from ..kernels.cpu.openmp import Kernel, thread_count, thread_number
+from ..kernels.cpu.openmp import Kernel
 from ..kernels.cpu.scalars import pointer
 from ..mq import codec
 from ..mq.messages import TokenLogprobs
@@ -298,7 +298,7 @@ def truncate(weights: Any, ids: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     return n
 
 
-def _draw(p: Any) -> None:
+def _draw(p: Any, chunk: Any, chunks: Any) -> None:
     a = carray(p, 1)[0]
     weights = carray(pointer(a.weights, _F32), (a.rows, a.vocabulary))
     ids = carray(pointer(a.ids, _I32), (a.rows, a.vocabulary))
@@ -307,7 +307,7 @@ def _draw(p: Any) -> None:
     top_p = carray(pointer(a.top_p, _F64), (a.rows,))
     min_p = carray(pointer(a.min_p, _F64), (a.rows,))
     tokens = carray(pointer(a.tokens, _I32), (a.rows,))
-    for r in range(thread_number(), a.rows, thread_count()):
+    for r in range(a.rows * chunk // chunks, a.rows * (chunk + 1) // chunks):
         if top_k[r] == 0 and top_p[r] == 1.0 and min_p[r] == 0.0:
             tokens[r] = _invert(weights[r], uniform[r])
         else:

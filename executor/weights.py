@@ -1,7 +1,9 @@
-"""Weights by name, from safetensors files (mapped, not read) or made up, each taken once and checked.
+"""Weights by name, from safetensors files (mapped, not read) or made up, each taken once and
+checked.
 
-A `WeightSource` gives a tensor for a name and an expected shape, and at the end names what nobody took. What is in the
-files and must not be there is as wrong as what is missing: either way the model would not be the one that was trained.
+A `WeightSource` gives a tensor for a name and an expected shape, and at the end names what nobody
+took. What is in the files and must not be there is as wrong as what is missing: either way the
+model would not be the one that was trained.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ SINGLE = "model.safetensors"
 
 class WeightSource(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, of any floating-point type. Raises ModelLoadError if it is missing or of another shape."""
+        """The tensor, of any floating-point type. Raises ModelLoadError if it is missing or of
+        another shape.
+        """
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Raise ModelLoadError if there are tensors that were not taken and are not `ignored`."""
 
 
 class SafetensorsWeights:
-    """The tensors of a folder. Files are mapped: what is taken is read from disk when it is copied."""
+    """The tensors of a folder. Files are mapped: what is taken is read when it is copied."""
 
     def __init__(self, folder: str) -> None:
         self._left: dict[str, safe_open] = {}
@@ -38,7 +42,9 @@ class SafetensorsWeights:
             handle = _open(path)
             for name in handle.keys():  # noqa: SIM118 - a safe_open is no mapping
                 if name in self._left:
-                    raise ModelLoadError(f"tensor {name!r} is in both {self._files[name]} and {path}")
+                    raise ModelLoadError(
+                        f"tensor {name!r} is in both {self._files[name]} and {path}"
+                    )
                 self._left[name], self._files[name] = handle, path
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -47,9 +53,13 @@ class SafetensorsWeights:
         tensor: torch.Tensor = self._left.pop(name).get_tensor(name)
         where = f"{self._files[name]}: tensor {name!r}"
         if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+            raise ModelLoadError(
+                f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            )
         if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise ModelLoadError(f"{where} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported")
+            raise ModelLoadError(
+                f"{where} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported"
+            )
         return tensor
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
@@ -57,7 +67,8 @@ class SafetensorsWeights:
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise ModelLoadError(
-                f"{self._files[extra[0]]}: tensor {extra[0]!r}{more} is not part of a model like config.json's"
+                f"{self._files[extra[0]]}: tensor {extra[0]!r}{more} is not part of a model as "
+                "config.json describes it"
             )
 
 
@@ -84,7 +95,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index} is damaged: {error!r}") from error
     missing = [name for name in names if not (folder / name).exists()]
     if missing:

@@ -1,7 +1,8 @@
-"""What attention backends share: the cache, the pieces of work of a step, and how layers are bound to both.
+"""What attention backends share: the cache, the pieces of work of a step, and how layers are bound
+to both.
 
-A backend is a kernel and the layout of the cache that it reads. It is asked whether it serves a geometry, then made once
-for a model, given the cache, and bound to each layer.
+A backend is a kernel and the layout of the cache that it reads. It is asked whether it serves a
+geometry, then made once for a model, given the cache, and bound to each layer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Geometry(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Of one block in all layers, keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_size * self.block_size * self.dtype.itemsize
+        return (
+            2 * self.layers * self.kv_heads * self.head_size * self.block_size * self.dtype.itemsize
+        )
 
 
 class AttentionBackend:
@@ -45,8 +48,10 @@ class AttentionBackend:
     def serves(geometry: Geometry) -> bool:
         raise NotImplementedError
 
-    def __init__(self, geometry: Geometry, batch: InputBatch, max_model_len: int) -> None:
-        self.geometry = geometry
+    def __init__(
+        self, geometry: Geometry, batch: InputBatch, max_model_len: int, num_blocks: int
+    ) -> None:
+        self._geometry = geometry
         self._batch = batch
         capacity, sequences = len(batch.token_ids), len(batch.context)
         self._capacity = capacity
@@ -54,59 +59,97 @@ class AttentionBackend:
         self._items = np.zeros(1, np.int64)
         self._item_sequence = np.zeros(pieces, np.int32)
         self._item_row = np.zeros(pieces, np.int32)
-        self._counters = np.zeros(geometry.layers, np.int64)
         rows = capacity * geometry.group
         self._q = torch.zeros(geometry.kv_heads, rows, geometry.head_size, dtype=geometry.dtype)
         self._scratch_bytes, self._width = scratch_bytes(max_model_len, geometry.head_size)
         threads = torch.get_num_threads()
         self._scratch = torch.empty(threads * self._scratch_bytes, dtype=torch.uint8)
         self._head_scratch = torch.empty(threads, geometry.head_size)
-        self._cache = torch.empty(0)
-
-    def allocate(self, num_blocks: int) -> int:
-        """Make the cache; returns its bytes. Memory is only reserved: pages become real when first written."""
-        geometry = self.geometry
-        shape = (geometry.layers, 2, num_blocks, geometry.block_bytes // (2 * geometry.layers * geometry.dtype.itemsize))
-        self._cache = torch.empty(shape, dtype=geometry.dtype)
-        return self._cache.nbytes
+        numbers = geometry.block_bytes // (2 * geometry.layers * geometry.dtype.itemsize)
+        # Memory is only reserved here: pages become real when they are first written.
+        self._cache = torch.empty(geometry.layers, 2, num_blocks, numbers, dtype=geometry.dtype)
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         source, target = (torch.from_numpy(ids.astype(np.int64)) for ids in (sources, targets))
         self._cache[:, :, target] = self._cache[:, :, source]
 
     def prepare(self, step: Step) -> None:
-        """Cut the step into pieces of at most 16 rows (token, head of the group) of one sequence."""
-        pieces = -(-step.lengths * self.geometry.group // ROWS)
+        """Cut the step into pieces of at most 16 rows (token, head of a group) of one sequence."""
+        pieces = -(-step.lengths * self._geometry.group // ROWS)
         total = int(pieces.sum())
         sequence = np.repeat(np.arange(step.num_sequences, dtype=np.int32), pieces)
-        nth = np.arange(total, dtype=np.int32) - (np.cumsum(pieces, dtype=np.int32) - pieces)[sequence]
+        nth = (
+            np.arange(total, dtype=np.int32)
+            - (np.cumsum(pieces, dtype=np.int32) - pieces)[sequence]
+        )
         self._items[0] = total
         self._item_sequence[:total] = sequence
         self._item_row[:total] = nth * ROWS
-        self._counters[:] = 0
 
     def bind(
-        self, layer: int, rows: np.ndarray, qkv: torch.Tensor, stride: int, cos: torch.Tensor, sin: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, window: int, out: torch.Tensor,
-    ) -> list[Launch]:  # fmt: skip
-        """qkv float32 [tokens, stride] -> out [tokens, kv heads x group x head size], and the layer's cache."""
-        geometry, batch = self.geometry, self._batch
+        self,
+        layer: int,
+        rows: np.ndarray,
+        qkv: torch.Tensor,
+        stride: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        window: int,
+        out: torch.Tensor,
+    ) -> list[Launch]:
+        """qkv float32 [tokens, stride] -> out [tokens, kv heads x group x head size], and the
+        layer's cache.
+        """
+        geometry, batch = self._geometry, self._batch
         keys, values = self._cache[layer]
         shared = {
-            "q": self._q, "keys": keys, "values": values, "capacity": self._capacity, "blocks": keys.shape[0],
-            "block_size": geometry.block_size, "kv_heads": geometry.kv_heads, "group": geometry.group,
+            "q": self._q,
+            "keys": keys,
+            "values": values,
+            "capacity": self._capacity,
+            "blocks": keys.shape[0],
+            "block_size": geometry.block_size,
+            "kv_heads": geometry.kv_heads,
+            "group": geometry.group,
             "head_size": geometry.head_size,
-        }  # fmt: skip
+        }
         q_weight, k_weight = norms or (None, None)
         write = rope_and_cache.bind(
-            geometry.dtype, **shared, rows=rows, qkv=qkv, stride=stride, cos=cos, sin=sin, slots=batch.slots,
-            q_weight=q_weight, k_weight=k_weight, pair=self.pair, scratch=self._head_scratch, eps=eps,
-        )  # fmt: skip
+            geometry.dtype,
+            **shared,
+            rows=rows,
+            qkv=qkv,
+            stride=stride,
+            cos=cos,
+            sin=sin,
+            slots=batch.slots,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            pair=self.pair,
+            scratch=self._head_scratch,
+            eps=eps,
+        )
         attend = self.kernel.bind(
-            geometry.dtype, **shared, **self.constants, items=self._items, item_sequence=self._item_sequence,
-            item_row=self._item_row, counter=self._counters[layer:], starts=batch.starts, context=batch.context,
-            rows=batch.rows, tables=batch.tables, table_width=batch.tables.shape[1], sequences=len(batch.context),
-            out=out, out_bytes=out.stride(0) * out.itemsize, window=window, scratch=self._scratch,
-            scratch_bytes=self._scratch_bytes, width=self._width, scale=geometry.head_size**-0.5,
-        )  # fmt: skip
+            geometry.dtype,
+            **shared,
+            **self.constants,
+            items=self._items,
+            item_sequence=self._item_sequence,
+            item_row=self._item_row,
+            starts=batch.starts,
+            context=batch.context,
+            rows=batch.rows,
+            tables=batch.tables,
+            table_width=batch.tables.shape[1],
+            sequences=len(batch.context),
+            out=out,
+            out_bytes=out.stride(0) * out.itemsize,
+            window=window,
+            scratch=self._scratch,
+            scratch_bytes=self._scratch_bytes,
+            width=self._width,
+            scale=geometry.head_size**-0.5,
+        )
         return [write, attend]

@@ -19,6 +19,8 @@ def find_model(architecture: str) -> Any:
     """The model family of an architecture. Raises ModelLoadError that lists what is supported."""
     target = MODELS.get(architecture)
     if target is None:
-        raise ModelLoadError(f"architecture {architecture!r} is not supported; {', '.join(MODELS)} are")
+        raise ModelLoadError(
+            f"architecture {architecture!r} is not supported; {', '.join(MODELS)} are"
+        )
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,8 @@
-"""The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward, and a residual stream in float32.
+"""The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward, and a
+residual stream in float32.
 
-One implementation; what sets a member apart is declared in its `Family` at the end. Legend: T tokens, H hidden size,
-Q = query heads x head size, N = outputs of a product (padded), D head size.
+One implementation; what sets a member apart is declared in its `Family` at the end. Legend: T
+tokens, H hidden size, Q = query heads x head size, N = outputs of a product (padded), D head size.
 """
 
 from __future__ import annotations
@@ -30,20 +31,29 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json of a member leaves unsaid. A bias of None is as config.json says."""
+    """What config.json of a member leaves unsaid.
+
+    A bias of None is as config.json says. head_size and sliding_window are what holds where it has
+    none (None: hidden size / heads, no window). always_sliding: all layers have the window;
+    otherwise use_sliding_window and layer_types tell.
+    """
 
     qkv_bias: bool | None
     output_bias: bool | None
     mlp_bias: bool | None
     qk_norm: bool = False
-    head_size: int | None = None  # where config.json has none; None is hidden size / heads
-    always_sliding: bool = False  # all layers have the window; otherwise use_sliding_window and layer_types say
+    head_size: int | None = None
     sliding_window: int | None = None
+    always_sliding: bool = False
 
     def load(
-        self, hf_config: dict[str, Any], dtype: torch.dtype, block_size: int, source: WeightSource,
+        self,
+        hf_config: dict[str, Any],
+        dtype: torch.dtype,
+        block_size: int,
+        source: WeightSource,
         progress: Callable[[int, int], None],
-    ) -> LlamaModel:  # fmt: skip
+    ) -> LlamaModel:
         """Check the config and take the weights. `progress(done, total)` counts layers."""
         return LlamaModel(LlamaConfig(self, hf_config), dtype, block_size, source, progress)
 
@@ -56,16 +66,22 @@ class LlamaConfig:
             value = hf.get(name)
             value = default if value is None else value
             if not isinstance(value, int) or value < 1:
-                raise ModelLoadError(f"config.json: {name} must be a positive integer, got {value!r}")
+                raise ModelLoadError(
+                    f"config.json: {name} must be a positive integer, got {value!r}"
+                )
             return value
 
         def either(declared: bool | None, name: str) -> bool:
             return bool(hf.get(name, False)) if declared is None else declared
 
         if hf.get("hidden_act", "silu") != "silu":
-            raise ModelLoadError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; 'silu' is")
+            raise ModelLoadError(
+                f"config.json: hidden_act {hf['hidden_act']!r} is not supported; 'silu' is"
+            )
         if hf.get("quantization_config"):
-            raise ModelLoadError("config.json: quantized weights (quantization_config) are not supported")
+            raise ModelLoadError(
+                "config.json: quantized weights (quantization_config) are not supported"
+            )
         self.vocab_size = whole("vocab_size")
         self.hidden_size = whole("hidden_size")
         self.intermediate_size = whole("intermediate_size")
@@ -75,8 +91,9 @@ class LlamaConfig:
         self.head_size = whole("head_dim", family.head_size or self.hidden_size // self.heads)
         if self.heads % self.kv_heads or self.head_size % 2:
             raise ModelLoadError(
-                f"config.json: {self.heads} heads in {self.kv_heads} groups of head size {self.head_size}: heads must be a "
-                "multiple of num_key_value_heads, and the head size even"
+                f"config.json: {self.heads} heads in {self.kv_heads} groups of head size "
+                f"{self.head_size}: heads must be a multiple of num_key_value_heads, and the head "
+                "size even"
             )
         self.eps = float(hf.get("rms_norm_eps", 1e-6))
         self.tied = bool(hf.get("tie_word_embeddings", False))
@@ -96,7 +113,9 @@ def _windows(family: Family, hf: dict[str, Any], layers: int) -> list[int]:
     if not hf.get("use_sliding_window", False):
         return [0] * layers
     first = hf.get("max_window_layers", 28)
-    types = hf.get("layer_types") or [SLIDING if i >= first else "full_attention" for i in range(layers)]
+    types = hf.get("layer_types") or [
+        SLIDING if i >= first else "full_attention" for i in range(layers)
+    ]
     return [window if kind == SLIDING else 0 for kind in types]
 
 
@@ -105,8 +124,12 @@ class _Layer:
 
     def __init__(self, c: LlamaConfig, layout: Layout, source: WeightSource, prefix: str) -> None:
         def linear(names: dict[str, int], inputs: int, bias: bool) -> Linear:
-            parts = [source.take(f"{prefix}{n}.weight", (size, inputs)) for n, size in names.items()]
-            biases = [source.take(f"{prefix}{n}.bias", (size,)) for n, size in names.items() if bias]
+            parts = [
+                source.take(f"{prefix}{n}.weight", (size, inputs)) for n, size in names.items()
+            ]
+            biases = [
+                source.take(f"{prefix}{n}.bias", (size,)) for n, size in names.items() if bias
+            ]
             return Linear(layout, parts, biases)
 
         def norm(name: str, size: int) -> torch.Tensor:
@@ -116,42 +139,65 @@ class _Layer:
         attention, mlp = "self_attn.", "mlp."
         self.input_norm = norm("input_layernorm", c.hidden_size)
         self.qkv = linear(
-            {attention + "q_proj": q_size, attention + "k_proj": kv_size, attention + "v_proj": kv_size},
+            {
+                attention + "q_proj": q_size,
+                attention + "k_proj": kv_size,
+                attention + "v_proj": kv_size,
+            },
             c.hidden_size,
             c.qkv_bias,
         )
         self.qk_norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if c.qk_norm:
-            self.qk_norms = norm(attention + "q_norm", c.head_size), norm(attention + "k_norm", c.head_size)
+            self.qk_norms = (
+                norm(attention + "q_norm", c.head_size),
+                norm(attention + "k_norm", c.head_size),
+            )
         self.output = linear({attention + "o_proj": c.hidden_size}, q_size, c.output_bias)
         self.post_norm = norm("post_attention_layernorm", c.hidden_size)
         self.gate_up = linear(
-            {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias
+            {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size},
+            c.hidden_size,
+            c.mlp_bias,
         )
         self.down = linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
 
 
 class LlamaModel:
-    """Weights first (the constructor), then the cache and the programs (`bind`), then `forward` for every step."""
+    """Weights first (the constructor), then the cache and the buffers (`bind`), then `forward` for
+    every step.
+    """
 
     def __init__(
-        self, config: LlamaConfig, dtype: torch.dtype, block_size: int, source: WeightSource,
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        source: WeightSource,
         progress: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         c = self._config = config
         self._layout = Layout(dtype)
-        self.geometry = Geometry(dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size)
+        self.geometry = Geometry(
+            dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size
+        )
         self._backend = choose_backend(self.geometry)
         table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         head = table if c.tied else source.take("lm_head.weight", (c.vocab_size, c.hidden_size))
         self._head = Linear(self._layout, [head])
-        self._embedding = Embedding(self._layout, None if c.tied else table, self._head if c.tied else None)
+        self._embedding = Embedding(
+            self._layout, None if c.tied else table, self._head if c.tied else None
+        )
         self._final_norm = source.take("model.norm.weight", (c.hidden_size,)).float().clone()
         self._layers = []
         for i in range(c.num_layers):
             progress(i, c.num_layers)
             self._layers.append(_Layer(c, self._layout, source, f"model.layers.{i}."))
-        source.finish(lambda name: name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight"))
+        source.finish(
+            lambda name: (
+                name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
+            )
+        )
         progress(c.num_layers, c.num_layers)
 
     def kernels(self) -> list[Kernel]:
@@ -161,42 +207,57 @@ class LlamaModel:
 
     def num_bytes(self) -> int:
         """Of the weights."""
-        linears = [m for layer in self._layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return self._embedding.num_bytes + self._head.num_bytes + sum(linear.num_bytes for linear in linears)
+        linears = [
+            m
+            for layer in self._layers
+            for m in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        return (
+            self._embedding.num_bytes
+            + self._head.num_bytes
+            + sum(linear.num_bytes for linear in linears)
+        )
 
     def describe(self) -> dict[str, str]:
         return {"linear": self._layout.describe(), "attention": self._backend.name}
 
-    def bind(self, batch: InputBatch, max_model_len: int) -> AttentionBackend:
-        """Make the buffers for `batch`. The cache is the caller's to allocate, before the first `programs`."""
+    def bind(self, batch: InputBatch, max_model_len: int, num_blocks: int) -> AttentionBackend:
+        """Make the cache and the buffers for `batch`, and bind every operation to them."""
         self._batch, c, pad = batch, self._config, self._layout.padded
         tokens, sequences, dtype = len(batch.token_ids), len(batch.rows), self.geometry.dtype
-        self._inverse_frequency, self._rope_scale = rope.frequencies(c.rope, c.head_size, max_model_len)
+        self._inverse_frequency, self._rope_scale = rope.frequencies(
+            c.rope, c.head_size, max_model_len
+        )
         self._cos, self._sin = torch.empty(2, tokens, c.head_size // 2)
         self._hidden_TH = torch.zeros(tokens, c.hidden_size)
         self._x_TH = torch.zeros(tokens, pad(c.hidden_size), dtype=dtype)
         self._x_TQ = torch.zeros(tokens, pad(c.heads * c.head_size), dtype=dtype)
         self._x_TI = torch.zeros(tokens, pad(c.intermediate_size), dtype=dtype)
+        self._update_TH = torch.zeros(tokens, self._layers[0].down.width)
+        self._wide_TN = torch.zeros(
+            tokens, max(self._layers[0].qkv.width, self._layers[0].gate_up.width)
+        )
         self._last_SH = torch.zeros(sequences, pad(c.hidden_size), dtype=dtype)
         self._logits_SV = torch.zeros(sequences, self._head.width)
-        layer = self._layers[0]
-        self._update_TH = torch.zeros(tokens, layer.down.width)
-        self._wide_TN = torch.zeros(tokens, max(layer.qkv.width, layer.gate_up.width))
-        self._attention = self._backend(self.geometry, batch, max_model_len)
+        self._attention = self._backend(self.geometry, batch, max_model_len, num_blocks)
+        self._body, self._tail = self._programs()
         return self._attention
 
-    def build(self) -> None:
-        """Bind every operation to its buffers; after the cache is allocated."""
-        rows = np.zeros(1, np.int64)
-        operations: list[Operation] = [self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH)]
+    def _programs(self) -> tuple[Program, Program]:
+        """From tokens to the last layer, for all rows; and from there to logits, for those that are
+        sampled.
+        """
+        rows, sampled = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        operations: list[Operation] = [
+            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH)
+        ]
         update: torch.Tensor | None = None  # of the residual stream, added by the norm that follows
         for i, layer in enumerate(self._layers):
             operations += self._bind_layer(i, layer, rows, update)
             update = self._update_TH
-        self._body = Program(rows, operations)
-        sampled = np.zeros(1, np.int64)
         norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
-        self._tail = Program(sampled, [norm, self._head.bind(sampled, self._last_SH, self._logits_SV)])
+        head = self._head.bind(sampled, self._last_SH, self._logits_SV)
+        return Program(rows, operations), Program(sampled, [norm, head])
 
     def _bind_layer(
         self, index: int, layer: _Layer, rows: np.ndarray, update: torch.Tensor | None
@@ -206,28 +267,53 @@ class LlamaModel:
             self._norm(rows, update, layer.input_norm, self._x_TH),
             layer.qkv.bind(rows, self._x_TH, wide),
             *self._attention.bind(
-                index, rows, wide, layer.qkv.width, self._cos, self._sin, layer.qk_norms, c.eps, c.windows[index],
+                index,
+                rows,
+                wide,
+                layer.qkv.width,
+                self._cos,
+                self._sin,
+                layer.qk_norms,
+                c.eps,
+                c.windows[index],
                 self._x_TQ,
             ),
             layer.output.bind(rows, self._x_TQ, update_TH),
             self._norm(rows, update_TH, layer.post_norm, self._x_TH),
             layer.gate_up.bind(rows, self._x_TH, wide),
             silu_mul_kernel.bind(
-                self.geometry.dtype, rows=rows, gate_up=wide, out=self._x_TI, size=c.intermediate_size,
-                stride=layer.gate_up.width, out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
+                self.geometry.dtype,
+                rows=rows,
+                gate_up=wide,
+                out=self._x_TI,
+                size=c.intermediate_size,
+                stride=layer.gate_up.width,
+                out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
             ),
             layer.down.bind(rows, self._x_TI, update_TH),
-        ]  # fmt: skip
+        ]
 
     def _norm(
-        self, rows: np.ndarray, update: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
+        self,
+        rows: np.ndarray,
+        update: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
         index: np.ndarray | None = None,
-    ) -> Operation:  # fmt: skip
+    ) -> Operation:
         return add_rms_norm_kernel.bind(
-            self.geometry.dtype, rows=rows, index=index, hidden=self._hidden_TH, update=update, weight=weight, out=out,
-            size=self._config.hidden_size, update_stride=self._update_TH.shape[1],
-            out_bytes=out.stride(0) * out.itemsize, eps=self._config.eps,
-        )  # fmt: skip
+            self.geometry.dtype,
+            rows=rows,
+            index=index,
+            hidden=self._hidden_TH,
+            update=update,
+            weight=weight,
+            out=out,
+            size=self._config.hidden_size,
+            update_stride=self._update_TH.shape[1],
+            out_bytes=out.stride(0) * out.itemsize,
+            eps=self._config.eps,
+        )
 
     def forward(self, step: Step) -> torch.Tensor:
         """float32 logits [len(step.sampled), vocabulary] of the step that the batch has prepared.
@@ -254,8 +340,15 @@ class LlamaModel:
 
 
 LLAMA = Family(qkv_bias=None, output_bias=None, mlp_bias=None)
-MISTRAL = Family(qkv_bias=False, output_bias=False, mlp_bias=False, always_sliding=True, sliding_window=4096)
+MISTRAL = Family(
+    qkv_bias=False, output_bias=False, mlp_bias=False, always_sliding=True, sliding_window=4096
+)
 QWEN2 = Family(qkv_bias=True, output_bias=False, mlp_bias=False, sliding_window=4096)
 QWEN3 = Family(
-    qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, head_size=128, sliding_window=4096
+    qkv_bias=None,
+    output_bias=None,
+    mlp_bias=False,
+    qk_norm=True,
+    head_size=128,
+    sliding_window=4096,
 )

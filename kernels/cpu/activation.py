@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from .openmp import FLAGS, Kernel, thread_count, thread_number
+from .openmp import FLAGS, Chunks, Kernel
 from .scalars import exp, narrow, pointer
 
 F32 = np.float32(0)
+PART = 768  # of a row: what is worth handing to another thread
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
@@ -19,19 +20,18 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _row(gate, up, out):  # type: ignore[no-untyped-def]
+def _row(gate, up, out):
     for i in range(out.shape[0]):
         out[i] = narrow(gate[i] * up[i] / (np.float32(1) + exp(-gate[i])), out[i])
 
 
-def _silu_mul(p):  # type: ignore[no-untyped-def]
+def _silu_mul(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
-    thread, threads = thread_number(), thread_count()
-    parts = -(-threads // rows) if rows < threads else 1  # few rows: threads share each
-    for piece in range(rows * parts * thread // threads, rows * parts * (thread + 1) // threads):
+    parts = -(-a.size // PART)
+    for piece in range(rows * parts * chunk // chunks, rows * parts * (chunk + 1) // chunks):
         t, part = piece // parts, piece % parts
-        first, last = a.size * part // parts, a.size * (part + 1) // parts
+        first, last = part * PART, min((part + 1) * PART, a.size)
         gate = a.gate_up + (t * a.stride + first) * 4
         out = a.out + t * a.out_bytes
         _row(
@@ -42,4 +42,8 @@ def _silu_mul(p):  # type: ignore[no-untyped-def]
 
 
 # gate_up float32 [rows, stride]: `size` gates, then `size` ups; out [rows, ...] of out_bytes a row.
-silu_mul_kernel = Kernel(_silu_mul, "rows gate_up out size stride out_bytes")
+silu_mul_kernel = Kernel(
+    _silu_mul,
+    "rows gate_up out size stride out_bytes",
+    chunks=lambda a: Chunks(a["rows"], -(-a["size"] // PART)),
+)

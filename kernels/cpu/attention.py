@@ -1,43 +1,58 @@
-"""Attention of any number of sequences over the paged cache, prefill and decode alike, for any element type.
+"""Attention of any number of sequences over the paged cache, prefill and decode alike, for any
+element type.
 
-The queries of one key head form a matrix of rows (token, query head of the group). Sixteen rows of one sequence and one
-key head are a piece of work; threads take pieces off a counter. For each piece there are three passes: the scores of all
-keys that any of its rows sees, their softmax row by row, and the weighted sum of values. The scores are kept whole in
-scratch (16 rows by the context), which makes the softmax exact and saves rescaling the sum as online softmax must.
+The queries of one key head form a matrix of rows (token, query head of the group). Sixteen rows of
+one sequence and one key head are a piece of work, and one chunk. For each piece there are three
+passes: the scores of all keys that any of its rows sees, their softmax row by row, and the weighted
+sum of values. The scores are kept whole in scratch (16 rows by the context), which makes the
+softmax exact and saves rescaling the sum as online softmax must.
 
-The causal mask is a range per row: a query at position p sees the keys from p - window + 1 (or 0) to p. Cache slots
-outside of it may hold anything, NaN too.
+The causal mask is a range per row: a query at position p sees the keys from p - window + 1 (or 0)
+to p. Cache slots outside of it may hold anything, NaN too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit
 
-from .openmp import FLAGS, Kernel, thread_number
+from .openmp import FLAGS, UNLIMITED, Chunks, Kernel, thread_number
 from .rope import read_cache
-from .scalars import exp, largest, narrow, pointer, take, widen
+from .scalars import exp, largest, narrow, pointer, widen
 
 F32 = np.float32(0)
 I32 = np.int32(0)
 ROWS = 16  # of one piece of work
 
-# items: address of the number of (sequence, 16 rows) pieces, item_sequence and item_row int32 [items]; counter: address
-# of an int64 that is 0. starts int32 [B + 1]: where a sequence's tokens begin; context int32 [B]: its tokens in the
-# cache, these included; rows int32 [B]: its row of tables int32 [.., table_width]. q, keys, values: see rope.py.
-# out [tokens, ...] of out_bytes a token. window: 0 for none. scratch: scratch_bytes for each thread (see below).
+# items: address of the number of (sequence, 16 rows) pieces, item_sequence and item_row int32
+# [items]. starts int32 [B + 1]: where a sequence's tokens begin; context int32 [B]: its tokens in
+# the cache, these included; rows int32 [B]: its row of tables int32 [.., table_width]. q, keys,
+# values: see rope.py. out [tokens, ...] of out_bytes a token. window: 0 for none. scratch:
+# scratch_bytes for each thread (see below).
 FIELDS = (
-    "items item_sequence item_row counter starts context rows tables table_width sequences q keys values out out_bytes "
-    "capacity blocks block_size kv_heads group head_size window scratch scratch_bytes width"
+    "items item_sequence item_row starts context rows tables table_width sequences q keys values "
+    "out out_bytes capacity blocks block_size kv_heads group head_size window scratch "
+    "scratch_bytes width"
 )
 
 
 def paged_attention(
-    q_KRD: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, starts: list[int], context: list[int],
-    tables: list[list[int]], group: int, scale: float, window: int,
-) -> torch.Tensor:  # fmt: skip
-    """Reference. q is [kv heads, tokens x group, head size]; returns float32 [tokens, kv heads x group x head size]."""
+    q_KRD: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    starts: list[int],
+    context: list[int],
+    tables: list[list[int]],
+    group: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """Reference. q is [kv heads, tokens x group, head size]; returns float32 [tokens, kv heads x
+    group x head size].
+    """
     outputs = []
     for s, blocks in enumerate(tables):
         keys, values = read_cache(key_cache, value_cache, torch.tensor(blocks), context[s])
@@ -53,6 +68,11 @@ def paged_attention(
     return torch.cat(outputs)
 
 
+def pieces(arguments: dict[str, Any]) -> Chunks:
+    """One chunk for each piece and key head."""
+    return Chunks(arguments["items"], arguments["kv_heads"], UNLIMITED)
+
+
 def scratch_bytes(max_model_len: int, head_size: int) -> tuple[int, int]:
     """Bytes of scratch for each thread, and the width of its rows of scores."""
     width = max_model_len + 2 * 256  # a block of at most 256 tokens may stick out at either end
@@ -61,7 +81,7 @@ def scratch_bytes(max_model_len: int, head_size: int) -> tuple[int, int]:
 
 
 @njit(fastmath=True, error_model="numpy")
-def softmax(scores, weights, first, last, end, scale):  # type: ignore[no-untyped-def]
+def softmax(scores, weights, first, last, end, scale):
     """Unnormalised weights of scores[first:last], zero elsewhere up to `end`; returns their sum."""
     seen, chosen = scores[first:last], weights[first:last]
     most = seen[0]
@@ -80,7 +100,7 @@ def softmax(scores, weights, first, last, end, scale):  # type: ignore[no-untype
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _score(q, keys, scores):  # type: ignore[no-untyped-def]
+def _score(q, keys, scores):
     """scores[r, t] = q[r] . keys[:, t] for one block; keys [head size, block size]."""
     for r in range(q.shape[0]):
         row = scores[r]
@@ -93,7 +113,7 @@ def _score(q, keys, scores):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _sum(weights, values, out):  # type: ignore[no-untyped-def]
+def _sum(weights, values, out):
     """out[r] += weights[r, t] values[t] over the tokens of one block."""
     for t in range(values.shape[0]):
         value = values[t]
@@ -103,7 +123,7 @@ def _sum(weights, values, out):  # type: ignore[no-untyped-def]
                 row[d] += weight * widen(value[d])
 
 
-def _paged_attention(p):  # type: ignore[no-untyped-def]
+def _paged_attention(p, chunk, chunks):
     a = carray(p, 1)[0]
     size, heads, group, block_size = a.head_size, a.kv_heads, a.group, a.block_size
     items = carray(pointer(a.items, a.items), (1,))[0]
@@ -119,47 +139,43 @@ def _paged_attention(p):  # type: ignore[no-untyped-def]
     scores = carray(pointer(scratch, F32), (16, a.width))
     weights = carray(pointer(scratch + 16 * a.width * 4, F32), (16, a.width))
     sums = carray(pointer(scratch + 16 * a.width * 8, F32), (16, size))
-    while True:
-        piece = take(a.counter)
-        if piece >= items * heads:
-            break
-        head, item = piece % heads, piece // heads
-        s = np.int64(item_sequence[item])
-        start, length = np.int64(starts[s]), np.int64(starts[s + 1] - starts[s])
-        table = carray(pointer(a.tables + np.int64(rows[s]) * a.table_width * 4, I32), (a.table_width,))
-        first_row = np.int64(item_row[item])
-        last_row = min(first_row + 16, length * group)
-        before = np.int64(context[s]) - length
-        end = before + (last_row - 1) // group + 1
-        begin = max(before + first_row // group - a.window + 1, 0) if a.window else 0
-        first_block, last_block = begin // block_size, (end - 1) // block_size + 1
-        base = first_block * block_size
-        queries = q[head, start * group + first_row : start * group + last_row]
-        for b in range(first_block, last_block):
-            place = b * block_size - base
-            _score(queries, keys[table[b], head], scores[:, place : place + block_size])
-        for r in range(last_row - first_row):
-            position = before + (first_row + r) // group
-            low = max(position - a.window + 1, 0) - base if a.window else 0
-            total = softmax(scores[r], weights[r], low, position + 1 - base, end - base, a.scale)
-            for i in range(end - base):
-                weights[r, i] /= total
-            for d in range(size):
-                sums[r, d] = np.float32(0)
-        for b in range(first_block, last_block):
-            place = b * block_size - base
-            inside = min(end - base - place, block_size)
-            skip = max(begin - base - place, 0)
-            _sum(
-                weights[: last_row - first_row, place + skip : place + inside],
-                values[table[b], head, skip:inside],
-                sums[: last_row - first_row],
-            )
-        for r in range(last_row - first_row):
-            t, g = start + (first_row + r) // group, (first_row + r) % group
-            out = carray(pointer(a.out + t * a.out_bytes, a.element), (heads * group * size,))
-            for d in range(size):
-                out[(head * group + g) * size + d] = narrow(sums[r, d], out[0])
+    head, item = chunk % heads, chunk // heads
+    s = np.int64(item_sequence[item])
+    start, length = np.int64(starts[s]), np.int64(starts[s + 1] - starts[s])
+    table = carray(pointer(a.tables + np.int64(rows[s]) * a.table_width * 4, I32), (a.table_width,))
+    first_row = np.int64(item_row[item])
+    last_row = min(first_row + 16, length * group)
+    before = np.int64(context[s]) - length
+    end = before + (last_row - 1) // group + 1
+    begin = max(before + first_row // group - a.window + 1, 0) if a.window else 0
+    first_block, last_block = begin // block_size, (end - 1) // block_size + 1
+    base = first_block * block_size
+    queries = q[head, start * group + first_row : start * group + last_row]
+    for b in range(first_block, last_block):
+        place = b * block_size - base
+        _score(queries, keys[table[b], head], scores[:, place : place + block_size])
+    for r in range(last_row - first_row):
+        position = before + (first_row + r) // group
+        low = max(position - a.window + 1, 0) - base if a.window else 0
+        total = softmax(scores[r], weights[r], low, position + 1 - base, end - base, a.scale)
+        for i in range(end - base):
+            weights[r, i] /= total
+        for d in range(size):
+            sums[r, d] = np.float32(0)
+    for b in range(first_block, last_block):
+        place = b * block_size - base
+        inside = min(end - base - place, block_size)
+        skip = max(begin - base - place, 0)
+        _sum(
+            weights[: last_row - first_row, place + skip : place + inside],
+            values[table[b], head, skip:inside],
+            sums[: last_row - first_row],
+        )
+    for r in range(last_row - first_row):
+        t, g = start + (first_row + r) // group, (first_row + r) % group
+        out = carray(pointer(a.out + t * a.out_bytes, a.element), (heads * group * size,))
+        for d in range(size):
+            out[(head * group + g) * size + d] = narrow(sums[r, d], out[0])
 
 
-paged_attention_kernel = Kernel(_paged_attention, FIELDS, "scale")
+paged_attention_kernel = Kernel(_paged_attention, FIELDS, "scale", chunks=pieces)

@@ -1,4 +1,6 @@
-"""The embedding of tokens, from a table in rows or from the tiles of an output layer that shares its weights."""
+"""The embedding of tokens, from a table in rows or from the tiles of an output layer that shares
+its weights.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from .openmp import Kernel, thread_count, thread_number
+from .openmp import Kernel
 from .scalars import pointer, widen
 
 F32 = np.float32(0)
@@ -18,14 +20,13 @@ def embedding(token_ids_T: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tenso
     return weight_VH[token_ids_T].float()
 
 
-def _row_embedding(p):  # type: ignore[no-untyped-def]
+def _row_embedding(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     token_ids = carray(pointer(a.token_ids, I32), (rows,))
     weight = carray(pointer(a.weight, a.element), (a.vocabulary, a.size))
     out = carray(pointer(a.out, F32), (rows, a.size))
-    thread, threads = thread_number(), thread_count()
-    for t in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         for i in range(a.size):
             out[t, i] = widen(weight[token_ids[t], i])
 
@@ -34,15 +35,14 @@ def _row_embedding(p):  # type: ignore[no-untyped-def]
 row_embedding = Kernel(_row_embedding, "rows token_ids weight out vocabulary size")
 
 
-def _tile_embedding(p):  # type: ignore[no-untyped-def]
+def _tile_embedding(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     token_ids = carray(pointer(a.token_ids, I32), (rows,))
     pairs = -(-a.size // 32) * 16
     weight = carray(pointer(a.weight, a.element), (-(-a.vocabulary // 16), pairs, 16, 2))
     out = carray(pointer(a.out, F32), (rows, a.size))
-    thread, threads = thread_number(), thread_count()
-    for t in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         group, column = token_ids[t] // 16, token_ids[t] % 16
         for i in range(a.size):
             out[t, i] = widen(weight[group, i // 2, column, i % 2])

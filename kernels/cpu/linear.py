@@ -1,6 +1,8 @@
-"""y = x W' + b, for few rows (dot products, any element type) and on matrix tiles (bfloat16, any number of rows).
+"""y = x W' + b, for few rows (dot products, any element type) and on matrix tiles (bfloat16, any
+number of rows).
 
-Both read each weight once per step from memory, which is what bounds a decode step. Results are float32.
+Both read each weight once per step from memory, which is what bounds a decode step. Results are
+float32.
 """
 
 from __future__ import annotations
@@ -10,21 +12,25 @@ import torch
 from numba import carray, njit
 
 from . import tiles
-from .openmp import FLAGS, Kernel, thread_count, thread_number
+from .openmp import FLAGS, Chunks, Kernel
 from .scalars import pointer, widen
 
 F32 = np.float32(0)
-CHUNK_BYTES = 512 << 10  # of weights that stay in a core's second-level cache while all rows pass by
+CACHED_BYTES = (
+    512 << 10
+)  # of weights that stay in a core's second-level cache while all rows pass by
 
 
-def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
     """Reference. float32 [T, N]."""
     y_TN = x_TK.float() @ weight_NK.float().T
     return y_TN if bias_N is None else y_TN + bias_N.float()
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _dots(x, weight, bias, has_bias, y, first, last):  # type: ignore[no-untyped-def]
+def _dots(x, weight, bias, has_bias, y, first, last):
     """y[:, first:last], four outputs at a time so that each x is widened once for four weights."""
     size = x.shape[1]
     n = first
@@ -56,25 +62,27 @@ def _dots(x, weight, bias, has_bias, y, first, last):  # type: ignore[no-untyped
                 y[t, n] += bias[n]
 
 
-def _row_linear(p):  # type: ignore[no-untyped-def]
+def _row_linear(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     x = carray(pointer(a.x, a.element), (rows, a.inner))
     weight = carray(pointer(a.weight, a.element), (a.outer, a.inner))
     bias = carray(pointer(a.bias, F32), (a.outer,))
     y = carray(pointer(a.y, F32), (rows, a.outer))
-    thread, threads = thread_number(), thread_count()
-    first, last = a.outer * thread // threads, a.outer * (thread + 1) // threads
+    first, last = a.outer * chunk // chunks, a.outer * (chunk + 1) // chunks
     _dots(x, weight, bias, a.bias != 0, y, first, last)
 
 
-# rows: address of the number of rows. x [rows, inner], weight [outer, inner], bias float32 [outer] or 0, y float32 [rows, outer].
-row_linear = Kernel(_row_linear, "rows x weight bias y inner outer")
+# rows: address of the number of rows. x [rows, inner], weight [outer, inner], bias float32 [outer]
+# or 0, y float32 [rows, outer].
+row_linear = Kernel(
+    _row_linear, "rows x weight bias y inner outer", chunks=lambda a: Chunks(-(-a["outer"] // 4))
+)
 
 
 @njit(error_model="numpy")
-def _start(accumulators, bias, n):  # type: ignore[no-untyped-def]
-    """Zero, or the bias in every row (a stride of 0), in the accumulators of columns n .. n + 32."""
+def _start(accumulators, bias, n):
+    """Zero, or the bias in every row (a stride of 0), in the accumulators of n .. n + 32."""
     if bias == 0:
         tiles.zero(0)
         tiles.zero(1)
@@ -90,7 +98,7 @@ def _start(accumulators, bias, n):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _tile_32(x, weight, bias, y, n, depth, outer):  # type: ignore[no-untyped-def]
+def _tile_32(x, weight, bias, y, n, depth, outer):
     """17 to 32 rows by 32 columns: tiles 0 to 3 accumulate, 4 and 5 hold x, 6 and 7 weights."""
     stride, y_stride = depth * 64, outer * 4
     w = weight + (n // 16) * depth * 1024
@@ -112,7 +120,7 @@ def _tile_32(x, weight, bias, y, n, depth, outer):  # type: ignore[no-untyped-de
 
 
 @njit(error_model="numpy")
-def _tile_16(x, weight, bias, y, n, depth, outer):  # type: ignore[no-untyped-def]
+def _tile_16(x, weight, bias, y, n, depth, outer):
     """1 to 16 rows by 32 columns."""
     stride, y_stride = depth * 64, outer * 4
     w = weight + (n // 16) * depth * 1024
@@ -127,15 +135,14 @@ def _tile_16(x, weight, bias, y, n, depth, outer):  # type: ignore[no-untyped-de
     tiles.store(1, y + n * 4 + 64, y_stride)
 
 
-def _tile_linear(p):  # type: ignore[no-untyped-def]
+def _tile_linear(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     depth, pairs = a.inner // 32, a.outer // 32
-    thread, threads = thread_number(), thread_count()
-    first, last = pairs * thread // threads, pairs * (thread + 1) // threads
-    chunk = max(1, CHUNK_BYTES // (depth * 2048))
+    first, last = pairs * chunk // chunks, pairs * (chunk + 1) // chunks
+    some = max(1, CACHED_BYTES // (depth * 2048))
     while first < last:
-        end = min(first + chunk, last)
+        end = min(first + some, last)
         t = 0
         while t < rows:
             here = min(rows - t, 32)
@@ -151,14 +158,20 @@ def _tile_linear(p):  # type: ignore[no-untyped-def]
     tiles.release()
 
 
-# As row_linear, with a packed weight (tiles.pack); inner and outer are multiples of 32, and x is 0 beyond its own width.
-tile_linear = Kernel(_tile_linear, "rows x weight bias y inner outer configurations")
+# As row_linear, with a packed weight (tiles.pack); inner and outer are multiples of 32, and x is 0
+# beyond its own width.
+tile_linear = Kernel(
+    _tile_linear,
+    "rows x weight bias y inner outer configurations",
+    chunks=lambda a: Chunks(a["outer"] // 32),
+)
 
 CONFIGURATIONS = tiles.configurations(
     [
-        [(min(rows, 16), 64)] * 2 + [(max(rows - 16, 1), 64)] * 2  # accumulators
+        [(min(rows, 16), 64)] * 2
+        + [(max(rows - 16, 1), 64)] * 2  # accumulators
         + [(min(rows, 16), 64), (max(rows - 16, 1), 64)]  # x
         + [(16, 64)] * 2  # weights
         for rows in range(1, 33)
     ]
-)  # fmt: skip
+)

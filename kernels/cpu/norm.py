@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from .openmp import FLAGS, Kernel, thread_count, thread_number
+from .openmp import FLAGS, Kernel
 from .scalars import narrow, pointer
 
 F32 = np.float32(0)
@@ -16,7 +16,9 @@ I32 = np.int32(0)
 def add_rms_norm(
     hidden_TH: torch.Tensor, update_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Reference. Adds `update` to `hidden` in place and returns the norm of the sum, float32 [T, H]."""
+    """Reference. Adds `update` to `hidden` in place and returns the norm of the sum, float32 [T,
+    H].
+    """
     if update_TH is not None:
         hidden_TH += update_TH
     variance_T1 = hidden_TH.float().pow(2).mean(-1, keepdim=True)
@@ -24,7 +26,7 @@ def add_rms_norm(
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _row(hidden, update, has_update, weight, out, size, eps):  # type: ignore[no-untyped-def]
+def _row(hidden, update, has_update, weight, out, size, eps):
     total = np.float32(0)
     if has_update:
         for i in range(size):
@@ -36,13 +38,12 @@ def _row(hidden, update, has_update, weight, out, size, eps):  # type: ignore[no
         out[i] = narrow(hidden[i] * scale * weight[i], out[i])
 
 
-def _add_rms_norm(p):  # type: ignore[no-untyped-def]
+def _add_rms_norm(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     weight = carray(pointer(a.weight, F32), (a.size,))
     index = carray(pointer(a.index, I32), (rows,))
-    thread, threads = thread_number(), thread_count()
-    for t in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         row = np.int64(index[t]) if a.index else t
         hidden = carray(pointer(a.hidden + row * a.size * 4, F32), (a.size,))
         update = carray(pointer(a.update + row * a.update_stride * 4, F32), (a.size,))
@@ -50,8 +51,9 @@ def _add_rms_norm(p):  # type: ignore[no-untyped-def]
         _row(hidden, update, a.update != 0, weight, out, a.size, a.eps)
 
 
-# hidden float32 [tokens, size]; update float32 [tokens, update_stride] or 0; weight float32 [size]; out [rows, ...] of
-# out_bytes a row. index int32 [rows]: the tokens that are wanted, or 0 for all of them in order.
+# hidden float32 [tokens, size]; update float32 [tokens, update_stride] or 0; weight float32 [size];
+# out [rows, ...] of out_bytes a row. index int32 [rows]: the tokens that are wanted, or 0 for all
+# of them in order.
 add_rms_norm_kernel = Kernel(
     _add_rms_norm, "rows index hidden update weight out size update_stride out_bytes", "eps"
 )

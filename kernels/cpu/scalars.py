@@ -1,9 +1,12 @@
-"""What kernels need of single numbers: typed pointers, element types to float32 and back, exp, an atomic counter.
+"""What kernels need of single numbers: typed pointers, element types to float32 and back, exp, an
+atomic counter.
 
-Elements are float32, bfloat16 (held as uint16) or float16 (held as int16); all arithmetic is in float32.
+Elements are float32, bfloat16 (held as uint16) or float16 (held as int16); all arithmetic is in
+float32.
 
-To be vectorised, a loop over an array must start at 0: numba lets negative indices count from the end, and the test for
-that goes away only where the index is plainly not negative. Slice first, then loop.
+To be vectorised, a loop over an array must start at 0: numba lets negative indices count from the
+end, and the test for that goes away only where the index is plainly not negative. Slice first, then
+loop.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ _F16, _F32 = ir.HalfType(), ir.FloatType()
 
 
 @intrinsic
-def pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
+def pointer(typing_context, address, like):
     """The address as a pointer to values of the type of `like`."""
     signature = types.CPointer(like)(address, like)
     return signature, lambda context, builder, s, args: builder.inttoptr(
@@ -27,10 +30,10 @@ def pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def widen(typing_context, value):  # type: ignore[no-untyped-def]
+def widen(typing_context, value):
     """An element as float32."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         if value == types.float32:
             return args[0]
         if value == types.int16:
@@ -41,10 +44,10 @@ def widen(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def narrow(typing_context, value, like):  # type: ignore[no-untyped-def]
+def narrow(typing_context, value, like):
     """A float32 as an element of the type of `like`, rounded to nearest, ties to even."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         if like == types.float32:
             return args[0]
         if like == types.int16:
@@ -58,29 +61,44 @@ def narrow(typing_context, value, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _to_bits(typing_context, value):  # type: ignore[no-untyped-def]
+def _to_bits(typing_context, value):
     return types.int32(types.float32), lambda c, builder, s, args: builder.bitcast(args[0], _I32)
 
 
 @intrinsic
-def _from_bits(typing_context, value):  # type: ignore[no-untyped-def]
+def _from_bits(typing_context, value):
     return types.float32(types.int32), lambda c, builder, s, args: builder.bitcast(args[0], _F32)
 
 
 @intrinsic
-def take(typing_context, counter):  # type: ignore[no-untyped-def]
-    """Add one to the int64 at this address, atomically, and return what it was: the next piece of shared work."""
+def take(typing_context, counter):
+    """Add one to the int64 at this address, atomically, and return what it was. What was written
+    before is seen by whoever reads the new count.
+    """
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         place = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", place, _I64(1), "monotonic")
+        return builder.atomic_rmw("add", place, _I64(1), "acq_rel")
 
     return types.int64(types.int64), generate
 
 
-def _extreme(name: str, flags: tuple[str, ...]):  # type: ignore[no-untyped-def]
-    def extreme(typing_context, a, b):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+@intrinsic
+def read(typing_context, counter):
+    """The int64 at this address. What comes after sees all that was written before that count was
+    reached (see take).
+    """
+
+    def generate(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.load_atomic(place, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+def _extreme(name: str, flags: tuple[str, ...]):
+    def extreme(typing_context, a, b):
+        def generate(context, builder, signature, args):
             kind = ir.FunctionType(_F32, [_F32, _F32])
             function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
             return builder.call(function, args, fastmath=flags)
@@ -91,16 +109,18 @@ def _extreme(name: str, flags: tuple[str, ...]):  # type: ignore[no-untyped-def]
 
 
 # Python's own min and max become branches, which LLVM doesn't vectorise.
-largest = intrinsic(_extreme("llvm.maxnum.f32", ("nnan", "nsz")))  # of numbers that are none of them NaN
+largest = intrinsic(
+    _extreme("llvm.maxnum.f32", ("nnan", "nsz"))
+)  # of numbers that are none of them NaN
 _at_least = intrinsic(_extreme("llvm.maxnum.f32", ()))
 _at_most = intrinsic(_extreme("llvm.minnum.f32", ()))
 
 
 @intrinsic
-def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
+def prefetch(typing_context, address):
     """Ask for the cache line at this address; it is read later."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         place = _I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
         name = "llvm.prefetch.p0"
@@ -114,7 +134,9 @@ def prefetch(typing_context, address):  # type: ignore[no-untyped-def]
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)  # its product with |n| < 256 is exact
 _LN2_LOW = np.float32(1.42860677e-06)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
+_ROUND = np.float32(
+    12582912.0
+)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
 _ROUND_BITS = np.int32(0x4B400000)
 _TAYLOR = tuple(np.float32(1 / f) for f in (5040, 720, 120, 24, 6, 2))
 _C7, _C6, _C5, _C4, _C3, _C2 = _TAYLOR
@@ -124,10 +146,11 @@ _LEAST, _MOST = np.float32(-87), np.float32(88)
 
 @njit(error_model="numpy", fastmath={"contract"})
 def exp(x: np.float32) -> np.float32:
-    """e**x within 2 units in the last place, x clamped to -87 .. 88. Written so that LLVM can vectorise it.
+    """e**x within 2 units in the last place, x clamped to -87 .. 88. Written so that LLVM can
+    vectorise it.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; e**r by its Taylor series, 2**n by its bits. The reduction breaks if terms are
-    reassociated, so this function is compiled without that flag.
+    x = n ln 2 + r with |r| <= ln 2 / 2; e**r by its Taylor series, 2**n by its bits. The reduction
+    breaks if terms are reassociated, so this function is compiled without that flag.
     """
     x = _at_most(_at_least(x, _LEAST), _MOST)
     shifted = x * _LOG2_E + _ROUND

@@ -1,8 +1,9 @@
 """Paged attention on matrix tiles: the same work in the same pieces as attention.py, for bfloat16.
 
-A piece has at most 16 rows, as a tile has. A sub-block is 16 tokens of a block. The key cache holds pairs of head
-dimensions, and the value cache pairs of tokens, side by side, so that both are loaded as right-hand tiles as they lie.
-Tiles 0 to 3 accumulate, 4 holds queries, 5 keys, 6 weights, 7 values.
+A piece has at most 16 rows, as a tile has. A sub-block is 16 tokens of a block. The key cache holds
+pairs of head dimensions, and the value cache pairs of tokens, side by side, so that both are loaded
+as right-hand tiles as they lie. Tiles 0 to 3 accumulate, 4 holds queries, 5 keys, 6 weights, 7
+values.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import numpy as np
 from numba import carray, njit
 
 from . import tiles
-from .attention import FIELDS, softmax
+from .attention import FIELDS, pieces, softmax
 from .openmp import FLAGS, Kernel, thread_number
-from .scalars import narrow, pointer, prefetch, take
+from .scalars import narrow, pointer, prefetch
 
 F32 = np.float32(0)
 I32 = np.int32(0)
@@ -25,7 +26,7 @@ CONFIGURATIONS = tiles.configurations(
 
 
 @njit(error_model="numpy")
-def _score(q, keys, scores, depth, size, block_size):  # type: ignore[no-untyped-def]
+def _score(q, keys, scores, depth, size, block_size):
     tiles.zero(0)
     for k in range(depth):
         tiles.load(4, q + k * 64, size * 2)
@@ -35,14 +36,14 @@ def _score(q, keys, scores, depth, size, block_size):  # type: ignore[no-untyped
 
 
 @njit(error_model="numpy")
-def _place(cache, table, token, head, heads, head_bytes, block_size, token_bytes):  # type: ignore[no-untyped-def]
+def _place(cache, table, token, head, heads, head_bytes, block_size, token_bytes):
     """The address of a token's sub-block in a cache."""
     block = np.int64(table[token // block_size])
     return cache + (block * heads + head) * head_bytes + (token % block_size) * token_bytes
 
 
 @njit(error_model="numpy")
-def _fetch(place, row_bytes, rows, stride):  # type: ignore[no-untyped-def]
+def _fetch(place, row_bytes, rows, stride):
     """Ask for a sub-block, so that it has come when its turn does."""
     for row in range(rows):
         for byte in range(0, row_bytes, 64):
@@ -50,8 +51,10 @@ def _fetch(place, row_bytes, rows, stride):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _copy_valid(source, target, count, size):  # type: ignore[no-untyped-def]
-    """A sub-block of values with zeros beyond `count` tokens (0 times whatever is there could be NaN)."""
+def _copy_valid(source, target, count, size):
+    """A sub-block of values with zeros beyond `count` tokens (0 times whatever is there could be
+    NaN).
+    """
     for t in range(16):
         for d in range(size):
             place = (t // 2) * size * 2 + d * 2 + t % 2
@@ -59,8 +62,8 @@ def _copy_valid(source, target, count, size):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _sum(first, last, weights, width, a, table, head, head_bytes, partial, context, out, d):  # type: ignore[no-untyped-def]
-    """Columns d .. d + 64 (or + 32, at the end) of weights x values, over sub-blocks first .. last."""
+def _sum(first, last, weights, width, a, table, head, head_bytes, partial, context, out, d):
+    """Columns d .. d + 64 (or + 32, at the end) of weights x values, sub-blocks first .. last."""
     wide = d + 64 <= a.head_size
     tiles.zero(0)
     tiles.zero(1)
@@ -70,7 +73,16 @@ def _sum(first, last, weights, width, a, table, head, head_bytes, partial, conte
         if (sub + 1) * 16 > context:
             v = partial
         else:
-            v = _place(a.values, table, sub * 16, head, a.kv_heads, head_bytes, a.block_size, a.head_size * 2)
+            v = _place(
+                a.values,
+                table,
+                sub * 16,
+                head,
+                a.kv_heads,
+                head_bytes,
+                a.block_size,
+                a.head_size * 2,
+            )
         v += d * 4
         tiles.load(6, weights + (sub - first) * 32, width * 2)
         tiles.load(7, v, a.head_size * 4)
@@ -90,12 +102,12 @@ def _sum(first, last, weights, width, a, table, head, head_bytes, partial, conte
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _write(sums, scale, out):  # type: ignore[no-untyped-def]
+def _write(sums, scale, out):
     for d in range(sums.shape[0]):
         out[d] = narrow(sums[d] * scale, out[d])
 
 
-def _tile_attention(p):  # type: ignore[no-untyped-def]
+def _tile_attention(p, chunk, chunks):
     a = carray(p, 1)[0]
     size, heads, group = a.head_size, a.kv_heads, a.group
     head_bytes = size * a.block_size * 2
@@ -113,51 +125,66 @@ def _tile_attention(p):  # type: ignore[no-untyped-def]
     weights = carray(pointer(weights_at, a.element), (16, a.width))
     sums = carray(pointer(sums_at, F32), (16, size))
     totals = np.empty(16, np.float32)
-    while True:
-        piece = take(a.counter)
-        if piece >= items * heads:
-            break
-        head, item = piece % heads, piece // heads
-        s = np.int64(item_sequence[item])
-        start, length, context = np.int64(starts[s]), np.int64(starts[s + 1] - starts[s]), np.int64(contexts[s])
-        table = carray(pointer(a.tables + np.int64(rows[s]) * a.table_width * 4, I32), (a.table_width,))
-        first_row = np.int64(item_row[item])
-        count = min(16, length * group - first_row)
-        before = context - length
-        end = before + (first_row + count - 1) // group + 1
-        begin = max(before + first_row // group - a.window + 1, 0) if a.window else 0
-        first, last = begin // 16, (end - 1) // 16 + 1
-        tiles.configure(a.configurations + (count - 1) * 64)
-        q = a.q + ((head * a.capacity + start) * group + first_row) * size * 2
-        for sub in range(first, last):
-            k = _place(a.keys, table, sub * 16, head, heads, head_bytes, a.block_size, 4)
-            v = _place(a.values, table, sub * 16, head, heads, head_bytes, a.block_size, size * 2)
-            _fetch(v, size * 4, 8, size * 4)
-            if sub + 1 < last:
-                ahead = _place(a.keys, table, (sub + 1) * 16, head, heads, head_bytes, a.block_size, 4)
-                _fetch(ahead, 64, size // 2, a.block_size * 4)
-            _score(q, k, (scores_at + (sub - first) * 64, a.width * 4), size // 32, size, a.block_size)
-        for r in range(count):
-            position = before + (first_row + r) // group
-            low = max(position - a.window + 1, 0) - first * 16 if a.window else 0
-            high = position + 1 - first * 16
-            totals[r] = softmax(scores[r], weights[r], low, high, (last - first) * 16, a.scale)
-        if last * 16 > context:
-            v = _place(a.values, table, (last - 1) * 16, head, heads, head_bytes, a.block_size, size * 2)
-            _copy_valid(
-                carray(pointer(v, a.element), (16 * size,)),
-                carray(pointer(partial_at, a.element), (16 * size,)),
-                context - (last - 1) * 16,
-                size,
-            )
-        for d in range(0, size, 64):
-            _sum(first, last, weights_at, a.width, a, table, head, head_bytes, partial_at, context, sums_at, d)
-        for r in range(count):
-            t, g = start + (first_row + r) // group, (first_row + r) % group
-            place = a.out + t * a.out_bytes + (head * group + g) * size * 2
-            _write(sums[r], np.float32(1) / totals[r], carray(pointer(place, a.element), (size,)))
+    head, item = chunk % heads, chunk // heads
+    s = np.int64(item_sequence[item])
+    start, length, context = (
+        np.int64(starts[s]),
+        np.int64(starts[s + 1] - starts[s]),
+        np.int64(contexts[s]),
+    )
+    table = carray(pointer(a.tables + np.int64(rows[s]) * a.table_width * 4, I32), (a.table_width,))
+    first_row = np.int64(item_row[item])
+    count = min(16, length * group - first_row)
+    before = context - length
+    end = before + (first_row + count - 1) // group + 1
+    begin = max(before + first_row // group - a.window + 1, 0) if a.window else 0
+    first, last = begin // 16, (end - 1) // 16 + 1
+    tiles.configure(a.configurations + (count - 1) * 64)
+    q = a.q + ((head * a.capacity + start) * group + first_row) * size * 2
+    for sub in range(first, last):
+        k = _place(a.keys, table, sub * 16, head, heads, head_bytes, a.block_size, 4)
+        v = _place(a.values, table, sub * 16, head, heads, head_bytes, a.block_size, size * 2)
+        _fetch(v, size * 4, 8, size * 4)
+        if sub + 1 < last:
+            ahead = _place(a.keys, table, (sub + 1) * 16, head, heads, head_bytes, a.block_size, 4)
+            _fetch(ahead, 64, size // 2, a.block_size * 4)
+        _score(q, k, (scores_at + (sub - first) * 64, a.width * 4), size // 32, size, a.block_size)
+    for r in range(count):
+        position = before + (first_row + r) // group
+        low = max(position - a.window + 1, 0) - first * 16 if a.window else 0
+        high = position + 1 - first * 16
+        totals[r] = softmax(scores[r], weights[r], low, high, (last - first) * 16, a.scale)
+    if last * 16 > context:
+        v = _place(
+            a.values, table, (last - 1) * 16, head, heads, head_bytes, a.block_size, size * 2
+        )
+        _copy_valid(
+            carray(pointer(v, a.element), (16 * size,)),
+            carray(pointer(partial_at, a.element), (16 * size,)),
+            context - (last - 1) * 16,
+            size,
+        )
+    for d in range(0, size, 64):
+        _sum(
+            first,
+            last,
+            weights_at,
+            a.width,
+            a,
+            table,
+            head,
+            head_bytes,
+            partial_at,
+            context,
+            sums_at,
+            d,
+        )
+    for r in range(count):
+        t, g = start + (first_row + r) // group, (first_row + r) % group
+        place = a.out + t * a.out_bytes + (head * group + g) * size * 2
+        _write(sums[r], np.float32(1) / totals[r], carray(pointer(place, a.element), (size,)))
     tiles.release()
 
 
 # Head sizes are multiples of 32, block sizes of 16.
-tile_attention = Kernel(_tile_attention, FIELDS + " configurations", "scale")
+tile_attention = Kernel(_tile_attention, FIELDS + " configurations", "scale", chunks=pieces)

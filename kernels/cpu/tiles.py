@@ -1,10 +1,13 @@
-"""The matrix tiles of x86 processors (AMX): whether they are there, and their instructions as numba intrinsics.
+"""The matrix tiles of x86 processors (AMX): whether they are there, and their instructions as numba
+intrinsics.
 
-A processor has eight tile registers, each of up to 16 rows of 64 bytes. `multiply(c, a, b)` adds to the float32 tile c
-(rows x columns) the product of the bfloat16 tiles a (rows x 32) and b (16 x columns x 2): b holds *pairs* of rows of
-the right-hand matrix, side by side. So the right-hand matrix must be stored in pairs; see `pack`.
+A processor has eight tile registers, each of up to 16 rows of 64 bytes. `multiply(c, a, b)` adds to
+the float32 tile c (rows x columns) the product of the bfloat16 tiles a (rows x 32) and b (16 x
+columns x 2): b holds *pairs* of rows of the right-hand matrix, side by side. So the right-hand
+matrix must be stored in pairs; see `pack`.
 
-Configurations are 64 bytes in memory, made ahead by `configurations` for every number of rows that may be needed.
+Configurations are 64 bytes in memory, made ahead by `configurations` for every number of rows that
+may be needed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _I8, _I64, _POINTER = ir.IntType(8), ir.IntType(64), ir.IntType(8).as_pointer()
 
 @functools.cache
 def available() -> bool:
-    """Whether processor and kernel let this process use bfloat16 tiles. Asks the kernel for permission."""
+    """Whether processor and kernel let this process use bfloat16 tiles. Asks the kernel for
+    permission.
+    """
     features = llvm.get_host_cpu_features()
     if platform.system() != "Linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
         return False
@@ -39,7 +44,9 @@ def available() -> bool:
 
 
 def configurations(shapes: list[list[tuple[int, int]]]) -> np.ndarray:
-    """One 64-byte configuration for each list of eight (rows, bytes per row). uint8 [len(shapes), 64]."""
+    """One 64-byte configuration for each list of eight (rows, bytes per row). uint8 [len(shapes),
+    64].
+    """
     table = np.zeros((len(shapes), 64), np.uint8)
     table[:, 0] = 1
     for i, tiles in enumerate(shapes):
@@ -56,7 +63,9 @@ def padded(size: int) -> int:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A bfloat16 weight [N, K] as tiles: [N/16, K/32, 16 pairs of K, 16 of N, 2], zero-padded to multiples of 32."""
+    """A bfloat16 weight [N, K] as tiles: [N/16, K/32, 16 pairs of K, 16 of N, 2], zero-padded to
+    multiples of 32.
+    """
     n, k = weight.shape
     if padded(n) != n or padded(k) != k:
         weight = torch.nn.functional.pad(weight, (0, padded(k) - k, 0, padded(n) - n))
@@ -70,7 +79,7 @@ def unpack(tiles: torch.Tensor, n: int, k: int) -> torch.Tensor:
     return pairs.view(padded(n), -1).view(torch.bfloat16)[:n, :k]
 
 
-def _instruction(name: str, builder, tiles, operands):  # type: ignore[no-untyped-def]
+def _instruction(name: str, builder, tiles, operands):
     arguments = [_I8(tile) for tile in tiles] + list(operands)
     kinds = [argument.type for argument in arguments]
     function = builder.module.globals.get(name)
@@ -80,10 +89,10 @@ def _instruction(name: str, builder, tiles, operands):  # type: ignore[no-untype
 
 
 @intrinsic
-def configure(typing_context, address):  # type: ignore[no-untyped-def]
+def configure(typing_context, address):
     """Load a configuration; all tiles are zero after it."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         _instruction("llvm.x86.ldtilecfg", builder, [], [builder.inttoptr(args[0], _POINTER)])
         return context.get_dummy_value()
 
@@ -91,10 +100,10 @@ def configure(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def release(typing_context):  # type: ignore[no-untyped-def]
+def release(typing_context):
     """Give the tiles back, so that context switches need not save them."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         _instruction("llvm.x86.tilerelease", builder, [], [])
         return context.get_dummy_value()
 
@@ -102,21 +111,21 @@ def release(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic(prefer_literal=True)
-def zero(typing_context, tile):  # type: ignore[no-untyped-def]
+def zero(typing_context, tile):
     number = tile.literal_value
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         _instruction("llvm.x86.tilezero", builder, [number], [])
         return context.get_dummy_value()
 
     return types.void(tile), generate
 
 
-def _transfer(name: str):  # type: ignore[no-untyped-def]
-    def transfer(typing_context, tile, address, stride):  # type: ignore[no-untyped-def]
+def _transfer(name: str):
+    def transfer(typing_context, tile, address, stride):
         number = tile.literal_value
 
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):
             operands = [builder.inttoptr(args[1], _POINTER), args[2]]
             _instruction(name, builder, [number], operands)
             return context.get_dummy_value()
@@ -131,10 +140,10 @@ store = intrinsic(prefer_literal=True)(_transfer("llvm.x86.tilestored64"))
 
 
 @intrinsic(prefer_literal=True)
-def multiply(typing_context, c, a, b):  # type: ignore[no-untyped-def]
+def multiply(typing_context, c, a, b):
     numbers = [tile.literal_value for tile in (c, a, b)]
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         _instruction("llvm.x86.tdpbf16ps", builder, numbers, [])
         return context.get_dummy_value()
 

@@ -1,4 +1,6 @@
-"""A scheduler by hand: plans that say just what a test wants, and the logits that a runner made of them."""
+"""A scheduler by hand: plans that say just what a test wants, and the logits that a runner made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class HandScheduler:
     def enter(
         self, row: int, tokens: list[int], computed: int = 0, blocks: list[int] | None = None
     ) -> None:
-        """A sequence enters with the next plan; `blocks` hold its first `computed` tokens (and are its table)."""
+        """A sequence enters with the next plan; `blocks` hold its first `computed` tokens (and are
+        its table).
+        """
         blocks = list(blocks or [])
         self.known[row], self.blocks[row], self._computed[row] = list(tokens), blocks, computed
         self._new.append(
@@ -120,10 +124,15 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 def make_spec(folder: Path, **changes: object) -> ModelSpec:
     hf_config = json.loads((folder / "config.json").read_text())
     fields = {
-        "name": folder.name, "path": str(folder), "tokenizer_path": str(folder), "hf_config": hf_config,
-        "architecture": hf_config["architectures"][0], "vocab_size": hf_config["vocab_size"], "max_model_len": 256,
+        "name": folder.name,
+        "path": str(folder),
+        "tokenizer_path": str(folder),
+        "hf_config": hf_config,
+        "architecture": hf_config["architectures"][0],
+        "vocab_size": hf_config["vocab_size"],
+        "max_model_len": 256,
         "eos_token_ids": [2],
-    }  # fmt: skip
+    }
     return ModelSpec(**(fields | changes))
 
 

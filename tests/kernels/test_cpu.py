@@ -1,8 +1,11 @@
-"""Every CPU kernel against its reference: random inputs, odd sizes, NaN-filled outputs, garbage in unused cache slots."""
+"""Every CPU kernel against its reference: random inputs, odd sizes, NaN-filled outputs, garbage in
+unused cache slots.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -62,9 +65,16 @@ def test_tile_linear(rows, inner, outer, bias):
     b[:outer] = torch.randn(outer)
     y = nans(rows, n)
     linear.tile_linear.bind(
-        torch.bfloat16, rows=count(rows), x=x_padded, weight=tiles.pack(weight), bias=b if bias else None, y=y,
-        inner=k, outer=n, configurations=linear.CONFIGURATIONS,
-    )()  # fmt: skip
+        torch.bfloat16,
+        rows=count(rows),
+        x=x_padded,
+        weight=tiles.pack(weight),
+        bias=b if bias else None,
+        y=y,
+        inner=k,
+        outer=n,
+        configurations=linear.CONFIGURATIONS,
+    )()
     expected = linear.linear(x, weight, b[:outer] if bias else None)
     torch.testing.assert_close(y[:, :outer], expected, rtol=1e-4, atol=1e-3)
     assert (y[:, outer:] == 0).all()
@@ -88,9 +98,18 @@ def test_add_rms_norm(dtype, rows, size, update):
     )
     out = nans(rows, size + 3, dtype=dtype)
     norm.add_rms_norm_kernel.bind(
-        dtype, rows=count(rows), index=None, hidden=hidden, update=change, weight=weight, out=out, size=size,
-        update_stride=size + 5, out_bytes=out.stride(0) * out.itemsize, eps=1e-5,
-    )()  # fmt: skip
+        dtype,
+        rows=count(rows),
+        index=None,
+        hidden=hidden,
+        update=change,
+        weight=weight,
+        out=out,
+        size=size,
+        update_stride=size + 5,
+        out_bytes=out.stride(0) * out.itemsize,
+        eps=1e-5,
+    )()
     assert torch.equal(hidden, expected_hidden)
     assert_close(out[:, :size], expected, dtype, 2)
     assert out[:, size:].isnan().all()
@@ -101,9 +120,18 @@ def test_add_rms_norm_of_some_rows():
     index, out = np.array([7, 0, 8], np.int32), nans(3, 16)
     expected = norm.add_rms_norm(hidden.clone(), update, weight, 1e-6)[[7, 0, 8]]
     norm.add_rms_norm_kernel.bind(
-        torch.float32, rows=count(3), index=index, hidden=hidden, update=update, weight=weight, out=out, size=16,
-        update_stride=16, out_bytes=64, eps=1e-6,
-    )()  # fmt: skip
+        torch.float32,
+        rows=count(3),
+        index=index,
+        hidden=hidden,
+        update=update,
+        weight=weight,
+        out=out,
+        size=16,
+        update_stride=16,
+        out_bytes=64,
+        eps=1e-6,
+    )()
     assert_close(out, expected, torch.float32, 2)
 
 
@@ -114,9 +142,14 @@ def test_silu_mul(dtype, rows, size):
     gate_up[0, 0] = -1e30  # exp must not overflow
     out = nans(rows, size + 1, dtype=dtype)
     activation.silu_mul_kernel.bind(
-        dtype, rows=count(rows), gate_up=gate_up, out=out, size=size, stride=2 * size + 3,
+        dtype,
+        rows=count(rows),
+        gate_up=gate_up,
+        out=out,
+        size=size,
+        stride=2 * size + 3,
         out_bytes=(size + 1) * out.itemsize,
-    )()  # fmt: skip
+    )()
     assert_close(out[:, :size], activation.silu_mul(gate_up[:, : 2 * size]), dtype, 3)
 
 
@@ -155,10 +188,28 @@ def test_rope_and_cache(dtype, pair, normed):
     q = nans(heads, 7 * group, size, dtype=dtype)
     keys, values = cache(blocks, heads, size, block_size, pair, dtype)
     rope.rope_and_cache.bind(
-        dtype, rows=count(rows), qkv=qkv, stride=qkv.stride(0), cos=cos, sin=sin, slots=slots, q_weight=q_weight,
-        k_weight=k_weight, q=q, keys=keys, values=values, capacity=7, blocks=blocks, block_size=block_size,
-        kv_heads=heads, group=group, head_size=size, pair=pair, scratch=torch.empty(64 * size), eps=1e-6,
-    )()  # fmt: skip
+        dtype,
+        rows=count(rows),
+        qkv=qkv,
+        stride=qkv.stride(0),
+        cos=cos,
+        sin=sin,
+        slots=slots,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        q=q,
+        keys=keys,
+        values=values,
+        capacity=7,
+        blocks=blocks,
+        block_size=block_size,
+        kv_heads=heads,
+        group=group,
+        head_size=size,
+        pair=pair,
+        scratch=torch.empty(64 * size),
+        eps=1e-6,
+    )()
     split = qkv[:, : heads * (group + 2) * size].unflatten(1, (-1, size))
     q_in, k_in, v_in = split.split([heads * group, heads, heads], 1)
     if normed:
@@ -206,13 +257,34 @@ def attend(kernel, dtype, pair, lengths, context, group, heads, size, block_size
     out = nans(tokens, heads * group * size + 4, dtype=dtype)
     per_thread, scores = attention.scratch_bytes(max(context), size)
     kernel.bind(
-        dtype, items=count(len(pieces)), item_sequence=items[0], item_row=items[1], counter=count(0), starts=starts,
-        context=np.array(context, np.int32), rows=rows, tables=tables, table_width=width, sequences=len(lengths),
-        q=q, keys=keys, values=values, out=out, out_bytes=out.stride(0) * out.itemsize, capacity=tokens + 3,
-        blocks=blocks, block_size=block_size, kv_heads=heads, group=group, head_size=size, window=window,
-        scratch=torch.full((per_thread * 64,), 0x7F, dtype=torch.uint8), scratch_bytes=per_thread, width=scores,
-        scale=size**-0.5, **more,
-    )()  # fmt: skip
+        dtype,
+        items=count(len(pieces)),
+        item_sequence=items[0],
+        item_row=items[1],
+        starts=starts,
+        context=np.array(context, np.int32),
+        rows=rows,
+        tables=tables,
+        table_width=width,
+        sequences=len(lengths),
+        q=q,
+        keys=keys,
+        values=values,
+        out=out,
+        out_bytes=out.stride(0) * out.itemsize,
+        capacity=tokens + 3,
+        blocks=blocks,
+        block_size=block_size,
+        kv_heads=heads,
+        group=group,
+        head_size=size,
+        window=window,
+        scratch=torch.full((per_thread * 64,), 0x7F, dtype=torch.uint8),
+        scratch_bytes=per_thread,
+        width=scores,
+        scale=size**-0.5,
+        **more,
+    )()
     expected = attention.paged_attention(
         q, keys, values, starts.tolist(), context, used, group, size**-0.5, window
     )
@@ -258,9 +330,18 @@ def test_paged_attention(dtype, lengths, context, group, heads, size, block_size
 )
 def test_tile_attention(lengths, context, group, heads, size, block_size, window):
     out, expected = attend(
-        tile_attention_module.tile_attention, torch.bfloat16, 2, lengths, context, group, heads, size, block_size,
-        window, configurations=tile_attention_module.CONFIGURATIONS,
-    )  # fmt: skip
+        tile_attention_module.tile_attention,
+        torch.bfloat16,
+        2,
+        lengths,
+        context,
+        group,
+        heads,
+        size,
+        block_size,
+        window,
+        configurations=tile_attention_module.CONFIGURATIONS,
+    )
     assert_close(out, expected, torch.bfloat16, 2)
 
 
@@ -270,9 +351,14 @@ def test_exp_is_within_two_units_in_the_last_place():
     x = x[x != 0]
     out = nans(1, len(x))
     activation.silu_mul_kernel.bind(
-        torch.float32, rows=count(1), gate_up=torch.cat([-x, -1 / x]), out=out, size=len(x), stride=2 * len(x),
+        torch.float32,
+        rows=count(1),
+        gate_up=torch.cat([-x, -1 / x]),
+        out=out,
+        size=len(x),
+        stride=2 * len(x),
         out_bytes=0,
-    )()  # fmt: skip
+    )()
     torch.testing.assert_close(out[0].double(), 1 / (1 + x.double().exp()), rtol=6e-7, atol=0)
 
 
@@ -295,3 +381,33 @@ def test_a_tape_runs_its_launches_in_order_on_all_threads():
 def test_a_launch_with_a_missing_argument_is_refused():
     with pytest.raises(AssertionError, match="_row_embedding"):
         embedding.row_embedding.bind(torch.float32, rows=count(1))
+
+
+def test_more_threads_than_cores_do_every_chunk_once():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 * (os.cpu_count() or 1) + 1)
+    try:
+        rows = count(0)
+        hidden, update, out = torch.zeros(37, 3), torch.ones(37, 3), nans(37, 3)
+        add = norm.add_rms_norm_kernel.bind(
+            torch.float32,
+            rows=rows,
+            index=None,
+            hidden=hidden,
+            update=update,
+            weight=torch.ones(3),
+            out=out,
+            size=3,
+            update_stride=3,
+            out_bytes=12,
+            eps=1e-6,
+        )
+        tape = openmp.Tape([add] * 30)
+        tape()
+        assert not hidden.any()  # no rows, no work
+        rows[0] = 37
+        for _ in range(20):
+            tape()
+        assert (hidden == 600).all()  # each launch has added 1 once
+    finally:
+        torch.set_num_threads(before)

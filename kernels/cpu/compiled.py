@@ -1,0 +1,45 @@
+"""Where compiled kernels are kept: a folder of the user's, one for each version of the sources.
+
+Numba notices changes only in the file that a compiled function is in, not in those that it takes
+functions from, so the folder's name has a digest of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import numba
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """None where nothing can be written: kernels are compiled anew at every start then."""
+    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user has chosen
+        return Path(numba.config.CACHE_DIR)
+    root = os.environ.get("RINGCAST_CACHE") or os.path.expanduser("~/.cache/ringcast")
+    folder = Path(root, "numba", _digest())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    return folder
+
+
+@functools.cache
+def prepare_cache() -> bool:
+    """Make numba use the folder; False if there is none."""
+    folder = cache_folder()
+    numba.config.CACHE_DIR = str(folder or "")
+    return folder is not None
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
