@@ -65,6 +65,7 @@ def reference(spec, prompts):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # like ignore_eos: past it, and with no other rule
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -72,23 +73,23 @@ def reference(spec, prompts):
         out = model.generate(
             input_ids=ids,
             attention_mask=mask,
-            min_new_tokens=NUM_TOKENS,
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
         )
     return model, out[:, width:].tolist()
 
 
-def engine(spec, **options):
-    config = build(
-        EngineConfig,
-        {"dtype": "float32", "num_gpu_blocks_override": 1024, "max_model_len": 2048, **options},
-    )
-    return InProcessEngine(config, spec)
+def engine(**options):
+    fixed = {"dtype": "float32", "num_gpu_blocks_override": 1024, "max_model_len": 2048}
+    config = build(EngineConfig, {**fixed, **options})
+    return InProcessEngine(config, resolve_model(config))
 
 
 def same_or_tied(prompts, reference, outputs):
-    """How many continuations are equal throughout; fails where one parts without a tie."""
+    """How many continuations are equal throughout; fails where one parts without a tie.
+
+    That is the two best logits of transformers, at that place, less than TIE apart.
+    """
     import torch
 
     model, expected = reference
@@ -102,46 +103,47 @@ def same_or_tied(prompts, reference, outputs):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + want[:place]])).logits[0, -1]
         best = logits.topk(2).values
-        assert float(best[0] - logits[got[place]]) < TIE, (place, float(best[0] - best[1]))
+        assert {want[place], got[place]} <= {*logits.topk(2).indices.tolist()}
+        assert float(best[0] - best[1]) < TIE, (place, float(best[0] - best[1]))
     return equal
 
 
-def test_equals_transformers_batched_together(spec, prompts, reference):
-    run = engine(spec)
+def test_equals_transformers_batched_together(prompts, reference):
+    run = engine()
     outputs = run.generate(prompts, GREEDY)
     assert same_or_tied(prompts, reference, outputs) >= 28
 
 
-def test_mixed_steps_and_prefix_caching(spec, prompts, reference):
-    run = engine(spec, max_num_seqs=8, enable_prefix_caching=True)
+def test_mixed_steps_and_prefix_caching(prompts, reference):
+    run = engine(max_num_seqs=8, max_num_batched_tokens=48)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
     statistics = run.scheduler.statistics()
     assert statistics["mixed_steps"] > 0
     assert statistics["prefix_cache_hits"] > 0
 
 
-def test_without_prefix_caching(spec, prompts, reference):
-    run = engine(spec, max_num_seqs=8, enable_prefix_caching=False)
+def test_without_prefix_caching(prompts, reference):
+    run = engine(max_num_seqs=8, enable_prefix_caching=False)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
     assert run.scheduler.statistics()["prefix_cache_hits"] == 0
 
 
 @pytest.mark.parametrize("chunk", [16, 512])
-def test_chunked_prefill(spec, prompts, reference, chunk):
-    run = engine(spec, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+def test_chunked_prefill(prompts, reference, chunk):
+    run = engine(max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
     statistics = run.scheduler.statistics()
-    assert statistics["chunked_prefills"] > 1
+    assert statistics["chunked_prefills"] >= 1  # prompts that needed more than one chunk
     assert statistics["mixed_steps"] > 0
 
 
-def test_preemption_when_blocks_run_out(spec, prompts, reference):
-    run = engine(spec, num_gpu_blocks_override=48, max_model_len=256)
+def test_preemption_when_blocks_run_out(prompts, reference):
+    run = engine(num_gpu_blocks_override=48, max_model_len=256)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
     assert run.scheduler.statistics()["preemptions"] > 0
 
 
-def test_alone_or_together(spec, prompts, reference):
-    run = engine(spec)
+def test_alone_or_together(prompts, reference):
+    run = engine()
     alone = [run.generate([prompt], GREEDY)[0] for prompt in prompts[:3]]
     assert same_or_tied(prompts[:3], (reference[0], reference[1][:3]), alone) == 3
