@@ -48,7 +48,7 @@ class CpuModelRunner:
         start = time.perf_counter()
         dtype = choose_dtype(config.dtype)
         family = find_model(spec.architecture)
-        source: WeightSource = DummyWeights(config.seed)
+        source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
         self._model = family.load(

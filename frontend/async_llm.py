@@ -167,7 +167,7 @@ class AsyncLLM:
         if spec is None:
             spec = await asyncio.to_thread(self.resolve)
         connection = await EngineConnection.launch(config, spec, self._progressed)
-        client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs)
+        client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs, config.seed)
         connection.attach(client.deliver, client.fail_all)
         self._connection, self._client = connection, client
 

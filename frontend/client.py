@@ -222,6 +222,7 @@ class EngineClient:
 
     send: `send(to, message)` to an actor of the engine; must not block.
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
+    seed: of the seeds that are drawn for requests without one; None draws others in each run.
     draining: set it, and new requests are refused. dead: what `fail_all` was told.
     """
 
@@ -231,6 +232,7 @@ class EngineClient:
         send: Callable[[str, Message], None],
         index: int = 0,
         max_num_queued_reqs: int = 2048,
+        seed: int | None = None,
     ) -> None:
         self.spec = spec
         self.index = index
@@ -240,7 +242,7 @@ class EngineClient:
         self._send = send
         self._ledger: dict[str, RequestHandle] = {}
         self._prefix = uuid.uuid4().hex[:8]
-        self._random = random.Random(uuid.uuid4().int)
+        self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
         self._num_submitted = 0
         self._num_dropped = 0

@@ -51,7 +51,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["cpu", "fake"],
         Meta(description="fake: no model at all, tokens are a function of the prompt (for tests)"),
     ] = "cpu"
-    seed: Annotated[int, Meta(description="seed of dummy weights")] = 0
+    seed: Annotated[
+        int | None,
+        Meta(description="of dummy weights, and of the seeds drawn for requests that have none"),
+    ] = None
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="context length; the model's own by default"),

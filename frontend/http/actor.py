@@ -32,8 +32,10 @@ class ApiServer(Actor):
         boot = self.boot
         assert boot.server is not None
         index = int(boot.actor.partition(".")[2])
-        limit = boot.engine.max_num_queued_reqs
-        self._client = EngineClient(boot.spec, self.links.send, index, limit)
+        engine = boot.engine
+        self._client = EngineClient(
+            boot.spec, self.links.send, index, engine.max_num_queued_reqs, engine.seed
+        )
         app = make_app(self._client, boot.spec, boot.server, boot.engine, self._ask_status)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_BYTES_SECONDS

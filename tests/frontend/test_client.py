@@ -84,6 +84,15 @@ async def test_a_given_seed_is_kept(recorder: Recorder) -> None:
     assert handle.request.params.seed == 5
 
 
+async def test_an_engine_with_a_seed_draws_the_same_seeds_in_each_run(spec: ModelSpec) -> None:
+    def drawn(seed: int | None) -> list[int | None]:
+        client = Recorder(spec, seed=seed).client
+        return [client.submit(PROMPT, SamplingParams()).request.params.seed for _ in range(3)]
+
+    assert drawn(7) == drawn(7)
+    assert len({*drawn(7), *drawn(8), *drawn(None), *drawn(None)}) == 12
+
+
 async def test_the_answer_comes_back_to_the_client_that_asked(spec: ModelSpec) -> None:
     recorder = Recorder(spec, index=3)
     assert recorder.client.submit(PROMPT, SamplingParams()).request.output.client == 3
