@@ -26,6 +26,7 @@ from ..mq.errors import ConfigError
 
 DEFAULT_NUM_BLOCKS = 1024
 STEP_SECONDS = "RINGCAST_FAKE_STEP_SECONDS"
+ECHO = "RINGCAST_FAKE_ECHO"
 _MASK = 2**64 - 1
 
 
@@ -74,6 +75,7 @@ class _Row:
     def __init__(self, new: messages.NewSequence) -> None:
         tokens = codec.ints(new.token_ids).tolist()
         self.choice = new.choice
+        self.prompt = tokens[: new.num_prompt_tokens]
         self.crc = zlib.crc32(new.token_ids[: 4 * new.num_prompt_tokens])
         self.num_logprobs = new.params.logprobs
         self.num_computed = new.num_computed_tokens
@@ -98,11 +100,14 @@ class _Row:
 
 
 class FakeModelRunner:
-    """step_seconds: how long a step takes at least; `load` takes it from the environment's
-    RINGCAST_FAKE_STEP_SECONDS where that is set.
+    """step_seconds: how long a step takes at least. echo: the output is the prompt, again and again.
+
+    `load` takes both from the environment where RINGCAST_FAKE_STEP_SECONDS and RINGCAST_FAKE_ECHO
+    are set.
     """
 
     step_seconds = 0.0
+    echo = False
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None:
         self._config = config
@@ -121,6 +126,7 @@ class FakeModelRunner:
                 self.step_seconds = float(text)
             except ValueError:
                 raise ConfigError(f"{STEP_SECONDS} must be a number, got {text!r}") from None
+        self.echo = self.echo or bool(os.environ.get(ECHO))
         progress("loading no model", 1, 1)
         return messages.WorkerReady(self._rank, self._num_blocks, self._config.block_size)
 
@@ -214,9 +220,12 @@ class FakeModelRunner:
         tokens = []
         for number in sampled:
             row = self._rows[number]
-            token = fake_token(
-                row.crc, row.choice, row.num_known, row.last_token, vocab_size, eos_token_ids
-            )
+            if self.echo:
+                token = row.prompt[(row.num_known - len(row.prompt)) % len(row.prompt)]
+            else:
+                token = fake_token(
+                    row.crc, row.choice, row.num_known, row.last_token, vocab_size, eos_token_ids
+                )
             row.append(token)
             tokens.append(token)
         return sampled, tokens

@@ -90,6 +90,24 @@ def test_completions_stream_and_not(model):
         )
 
 
+def test_every_script_and_emoji_streams_byte_for_byte(model):
+    texts = (
+        "Zażółć gęślą jaźń · Ωμέγα · Привет, мир · שלום עולם · مرحبا بالعالم · नमस्ते दुनिया",
+        "สวัสดีชาวโลก · 你好,世界 · こんにちは世界 · 안녕하세요 · 𝔘𝔫𝔦",
+        '👩‍👩‍👧‍👦🏳️‍🌈👍🏽🇵🇱 · e\u0301 · \u200b\ufeff · \x00\t\r\n"\\ · \U0010ffff',
+    )
+    with serve(model, *FAKE, "--load-format", "dummy", RINGCAST_FAKE_ECHO="1") as server:
+        name = server.get("/v1/models")["data"][0]["id"]
+        for text in texts:
+            size = len(text.encode())  # the tiny model's tokens are bytes
+            body = {"model": name, "prompt": text, "max_tokens": size}
+            events = list(server.stream("/v1/completions", body))
+            pieces = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+            assert len(pieces) > 15
+            assert "".join(pieces).encode() == text.encode()
+            assert server.post("/v1/completions", body)[1]["choices"][0]["text"] == text
+
+
 def test_a_client_that_leaves_frees_its_blocks(model):
     with serve(model, *FAKE, "--load-format", "dummy", **SLOW) as server:
         name = server.get("/v1/models")["data"][0]["id"]
