@@ -100,7 +100,7 @@ class _Row:
 
 
 class FakeModelRunner:
-    """step_seconds: how long a step takes at least. echo: the output is the prompt, again and again.
+    """step_seconds: how long a step takes at least. echo: the output is the prompt, repeated.
 
     `load` takes both from the environment where RINGCAST_FAKE_STEP_SECONDS and RINGCAST_FAKE_ECHO
     are set.

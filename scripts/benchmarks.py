@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,16 +102,7 @@ def startup(args: argparse.Namespace) -> None:
     first = []
     for _ in range(args.rounds):
         start = time.perf_counter()
-        server = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "ringcast"),
-                "serve",
-                "--port",
-                str(args.port),
-                *args.option,
-            ],
-            stderr=subprocess.DEVNULL,
-        )
+        server = start_server(args)
         try:
             first.append(_first_token(args.port) - start)
             with urllib.request.urlopen(f"http://127.0.0.1:{args.port}/health") as answer:
@@ -122,6 +114,18 @@ def startup(args: argparse.Namespace) -> None:
     print(f"serve to first streamed token, s: {statistics.median(first):.2f} ({spread})")
 
 
+def start_server(args: argparse.Namespace) -> subprocess.Popen[bytes]:
+    ringcast = str(Path(sys.executable).parent / "ringcast")
+    command = [ringcast, "serve", "--port", str(args.port), *args.option]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+def _post(port: int, path: str, body: dict[str, object]) -> urllib.request.Request:
+    url = f"http://127.0.0.1:{port}{path}"
+    data = json.dumps(body).encode()
+    return urllib.request.Request(url, data, {"Content-Type": "application/json"})
+
+
 def _first_token(port: int) -> float:
     body = {
         "model": MODEL,
@@ -129,11 +133,7 @@ def _first_token(port: int) -> float:
         "max_tokens": 4,
         "stream": True,
     }
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    request = _post(port, "/v1/chat/completions", body)
     deadline = time.perf_counter() + 120
     while True:
         try:
@@ -146,6 +146,55 @@ def _first_token(port: int) -> float:
             if time.perf_counter() > deadline:
                 raise
             time.sleep(0.02)
+
+
+def serving(args: argparse.Namespace) -> None:
+    """Memory of all processes, their idle CPU, and 16 requests at once over HTTP."""
+    server = start_server(args)
+    try:
+        _first_token(args.port)
+        with urllib.request.urlopen(f"http://127.0.0.1:{args.port}/status") as answer:
+            actors = json.load(answer)["actors"]
+        pids = {"supervisor": server.pid, **{actor["name"]: actor["pid"] for actor in actors}}
+        print(f"PSS when ready, MB: {_megabytes(pids)}")
+        before = sum(_cpu_seconds(pid) for pid in pids.values())
+        time.sleep(15)
+        used = sum(_cpu_seconds(pid) for pid in pids.values()) - before
+        print(f"idle for 15 s: {100 * used / 15:.2f} % of one core, all processes together")
+        for _ in range(args.rounds):
+            print(f"16 x 100 in, 64 out over HTTP: {_concurrent(args.port, 16, 64):.0f} out tok/s")
+        print(f"PSS after that, MB: {_megabytes(pids)}")
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+def _megabytes(pids: dict[str, int]) -> dict[str, int]:
+    sizes = {name: _pss_kilobytes(pid) // 1024 for name, pid in pids.items()}
+    return {"all": sum(sizes.values()), **sizes}
+
+
+def _pss_kilobytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _concurrent(port: int, streams: int, num_out: int) -> float:
+    def ask(number: int) -> int:
+        prompt = f"{number} " + "word " * 98
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": num_out, "ignore_eos": True}
+        with urllib.request.urlopen(_post(port, "/v1/completions", body), timeout=300) as answer:
+            return int(json.load(answer)["usage"]["completion_tokens"])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(streams) as pool:
+        tokens = sum(pool.map(ask, range(streams)))
+    return tokens / (time.perf_counter() - start)
 
 
 def size(args: argparse.Namespace) -> None:
@@ -187,7 +236,7 @@ def refuse_untested() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["decode", "startup", "size"])
+    parser.add_argument("benchmark", choices=["decode", "startup", "serving", "size"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--cells", default="1x32x128,8x32x128", help="batch x tokens in x tokens out, by commas"
@@ -211,7 +260,7 @@ def main() -> None:
         name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")
     }
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {versions}")
-    {"decode": decode, "startup": startup, "size": size}[args.benchmark](args)
+    {"decode": decode, "startup": startup, "serving": serving, "size": size}[args.benchmark](args)
 
 
 if __name__ == "__main__":
