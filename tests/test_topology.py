@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -189,6 +190,23 @@ def test_nothing_survives_the_supervisor(model):
         pids = server.pids()
         server.process.kill()
         until(lambda: all(gone(pid) for pid in pids.values()))
+
+
+def test_nothing_survives_the_process_of_an_llm(model):
+    script = (
+        "import sys, time\n"
+        "from ringcast import LLM\n"
+        f"llm = LLM({str(model)!r}, device='fake', load_format='dummy')\n"
+        "print(*[actor.pid for actor in llm.status().actors], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    maker = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE)
+    pids = [int(pid) for pid in maker.stdout.readline().split()]
+    assert len(pids) == 4
+    maker.kill()
+    maker.wait()
+    maker.stdout.close()
+    until(lambda: all(gone(pid) for pid in pids))
 
 
 def test_a_taken_port_is_said_at_once(model):

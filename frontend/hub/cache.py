@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from ...mq.errors import ModelLoadError
+from ...mq.paths import cache_root
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage, done, total), total 0 if not known. Stages: download, check, convert."""
@@ -60,12 +60,8 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 def models_folder() -> Path:
-    """RINGCAST_CACHE, else XDG_CACHE_HOME/ringcast, else ~/.cache/ringcast; in it, models."""
-    own = os.environ.get("RINGCAST_CACHE")
-    if own:
-        return Path(own).expanduser() / "models"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "ringcast" / "models"
+    """Where models are kept, a folder each."""
+    return cache_root() / "models"
 
 
 def is_whole(folder: Path, source: Source) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import tempfile
 from pathlib import Path
 
 import numba
+
+from ...mq.paths import cache_root
 
 
 @functools.cache
@@ -20,8 +21,7 @@ def cache_folder() -> Path | None:
     """None where nothing can be written: kernels are compiled anew at every start then."""
     if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user has chosen
         return Path(numba.config.CACHE_DIR)
-    root = os.environ.get("RINGCAST_CACHE") or os.path.expanduser("~/.cache/ringcast")
-    folder = Path(root, "numba", _digest())
+    folder = cache_root() / "numba" / _digest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
