@@ -29,12 +29,10 @@ class Worker:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
-        start = time.perf_counter()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
-        self.seconds_to_ready = time.perf_counter() - start
 
     def work(self, batch: int, num_in: int, num_out: int, seed: int) -> float:
         assert self.process.stdin is not None

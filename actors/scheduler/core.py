@@ -60,6 +60,10 @@ class SchedulerCore:
         self._in_flight: dict[int, Step] = {}
         self._num_steps = 0
         self._generation_tokens = 0
+        self._step_seconds = 0.0
+        self._ttft_seconds = 0.0
+        self._num_first_tokens = 0
+        self._now = 0.0
         self._outbox = Outbox()
         self._handlers: dict[type, Any] = {
             messages.StepOutput: self._take_output,
@@ -70,6 +74,7 @@ class SchedulerCore:
         }
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
+        self._now = now
         self._handlers[type(message)](message)
         return ()
 
@@ -84,11 +89,6 @@ class SchedulerCore:
                 sends.append(Send("workers", step.plan(removed)))
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
         return sends
-
-    def abort_all(self, error: messages.ErrorInfo | None = None) -> None:
-        """End every stream, with the error if there is one. The ends go out at the next flush."""
-        for sequence in list(self._streams.values()):
-            self._end(sequence, "error" if error else "abort", error=error)
 
     @property
     def ready(self) -> bool:
@@ -113,7 +113,8 @@ class SchedulerCore:
 
         chunked_prefills counts the chunks that left a part of their prompt for a later step;
         mixed_steps those with both a sequence that computed several tokens and one that computed
-        one.
+        one; ttft_seconds is from the arrival of requests to the first token of their choices, of
+        which there were first_tokens; step_seconds is what the workers spent on steps.
         """
         planner, pool = self.planner, self.kv.pool
         running = len(planner.running)
@@ -133,6 +134,9 @@ class SchedulerCore:
             "scheduled_tokens": planner.scheduled_tokens,
             "prompt_tokens": planner.prompt_tokens,
             "generation_tokens": self._generation_tokens,
+            "step_seconds": self._step_seconds,
+            "ttft_seconds": self._ttft_seconds,
+            "first_tokens": self._num_first_tokens,
         }
 
     def check(self) -> None:
@@ -215,7 +219,7 @@ class SchedulerCore:
     def _stop(self, message: messages.StopStream) -> None:
         sequence = self._streams.get(message.stream)
         if sequence is not None:
-            assert 0 < message.num_tokens <= sequence.num_output
+            assert 0 <= message.num_tokens <= sequence.num_output
             del sequence.tokens[sequence.num_prompt + message.num_tokens :]
             self._end(sequence, "stop")
 
@@ -262,6 +266,7 @@ class SchedulerCore:
         step = self._in_flight.pop(output.step, None)
         if step is None:
             return
+        self._step_seconds += output.seconds
         kv = self.kv
         for row, sequence, num_computed in step.chunks:
             if step.is_current(sequence, row) and num_computed >= sequence.cache_at:
@@ -298,6 +303,8 @@ class SchedulerCore:
             indices.append(index)
             kept.append(token)
             if not index:
+                self._ttft_seconds += self._now - sequence.request.arrival
+                self._num_first_tokens += 1
                 if sequence.num_cached > 0:
                     outbox.cached.append((sequence.stream, sequence.num_cached))
                 self._fork(sequence)

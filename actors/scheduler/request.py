@@ -11,7 +11,7 @@ from .sequence import Sequence
 class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one."""
 
-    __slots__ = ("held", "incarnation", "open", "params", "prompt", "request_id", "salt")
+    __slots__ = ("arrival", "held", "incarnation", "open", "params", "prompt", "request_id", "salt")
 
     def __init__(
         self,
@@ -22,6 +22,7 @@ class Request:
     ) -> None:
         params = message.params
         self.request_id = message.request_id
+        self.arrival = message.arrival
         self.incarnation = message.incarnation
         self.params = params
         self.salt = message.cache_salt.encode()

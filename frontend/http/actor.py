@@ -36,7 +36,7 @@ class ApiServer(Actor):
         self._client = EngineClient(
             boot.spec, self.links.send, index, engine.max_num_queued_reqs, engine.seed
         )
-        app = make_app(self._client, boot.spec, boot.server, boot.engine, self._ask_status)
+        app = make_app(self._client, boot.spec, boot.server, self._ask_status)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_BYTES_SECONDS
         )

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from ... import __version__
-from ...mq.config import EngineConfig, ModelSpec, ServerConfig
+from ...mq.config import ModelSpec, ServerConfig
 from ...mq.errors import InvalidRequestError, UnknownModelError
 from ...mq.messages import Message, Prompt, Status
 from ..client import EngineClient
@@ -29,7 +29,6 @@ def make_app(
     client: EngineClient,
     spec: ModelSpec,
     server: ServerConfig,
-    config: EngineConfig,
     status: Callable[[], Awaitable[Status]],
 ) -> web.Application:
     """The application. Run it with `handler_cancellation=True`, to notice clients that hang up."""

@@ -26,7 +26,6 @@ from numba.extending import intrinsic
 ROWS = 16  # rows of a tile
 COLUMNS = 16  # float32 columns of a tile
 DEPTH = 32  # bfloat16 columns of a tile: what one multiplication sums over
-TILE_BYTES = 1024
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _I8, _I64, _POINTER = ir.IntType(8), ir.IntType(64), ir.IntType(8).as_pointer()

@@ -343,7 +343,7 @@ def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
 
     @contextlib.asynccontextmanager
     async def serving(**options: Any) -> AsyncIterator[Server]:
-        app = make_app(client, spec, ServerConfig(**options), EngineConfig(), status)
+        app = make_app(client, spec, ServerConfig(**options), status)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -41,6 +41,7 @@ class Engine:
         self.prompts = {}  # by request id
         self.opened = {}
         self.num_cached = {}
+        self.now = 0.0
         self.ends = defaultdict(list)
         self.tokens = defaultdict(list)
         if ready:
@@ -50,7 +51,7 @@ class Engine:
         self.handle(self.runner.load(lambda *_: None), "worker.0")
 
     def handle(self, message, source="tokenizer.0"):
-        assert list(self.core.handle(source, message, 0.0)) == []
+        assert list(self.core.handle(source, message, self.now)) == []
 
     def add(self, request_id, prompt, incarnation=0, cache_salt="", **params):
         params = SamplingParams(seed=0, **{"max_tokens": 8, **params})
