@@ -10,17 +10,26 @@ if TYPE_CHECKING:
     from .frontend.async_llm import AsyncLLM
     from .frontend.llm import LLM
     from .frontend.outputs import CompletionOutput, RequestOutput
-    from .mq.sampling_params import SamplingParams
+    from .mq.sampling_params import RequestOutputKind, SamplingParams
 
 _HOMES = {
     "LLM": "ringcast.frontend.llm",
     "AsyncLLM": "ringcast.frontend.async_llm",
     "CompletionOutput": "ringcast.frontend.outputs",
     "RequestOutput": "ringcast.frontend.outputs",
+    "RequestOutputKind": "ringcast.mq.sampling_params",
     "SamplingParams": "ringcast.mq.sampling_params",
 }
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

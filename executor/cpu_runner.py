@@ -18,7 +18,9 @@ from ..mq.messages import NewSequence, StepOutput, StepPlan, WorkerReady
 from ..mq.sampling_params import SamplingParams
 from . import kv_memory
 from .input_batch import InputBatch
+from .logits_processor import load_processors
 from .models import find_model
+from .prompt_logprobs import PromptLogprobsReader
 from .runner import Progress
 from .sampler import Sampler
 from .weights import DummyWeights, SafetensorsWeights, WeightSource
@@ -54,6 +56,7 @@ class CpuModelRunner:
         self._model = family.load(
             spec.hf_config,
             dtype,
+            config.quantization,
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),
@@ -72,7 +75,14 @@ class CpuModelRunner:
             config, spec.max_model_len, block_bytes, kv_memory.available_bytes()
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
-        self._sampler = Sampler(config.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+        self._sampler = Sampler(
+            config.max_num_seqs,
+            spec.vocab_size,
+            spec.eos_token_ids,
+            self._batch.known_tokens,
+            load_processors(config, spec),
+        )
+        self._prompt_logprobs = PromptLogprobsReader(self._batch, self._model.logits)
         self._warm_up()
         self._details = {
             "device": "cpu",
@@ -98,20 +108,25 @@ class CpuModelRunner:
         start = time.perf_counter()
         self._batch.apply(plan)
         for new in plan.new:
-            self._sampler.set_row(new.row, new.params, new.choice, new.num_prompt_tokens)
+            self._sampler.enter(new)
+            self._prompt_logprobs.enter(new)
         if plan.copy_to:
             self._attention.copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
         if not plan.rows:
             return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
         step = self._batch.prepare(codec.ints(plan.rows), codec.ints(plan.num_tokens))
         logits = self._model.forward(step)
-        if not len(step.sampled):
-            return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
-        tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
-        self._batch.append(step.sampled, tokens)
-        seconds = time.perf_counter() - start
+        tokens, logprobs = step.sampled, None
+        if len(step.sampled):
+            tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
+            self._batch.append(step.sampled, tokens)
         return StepOutput(
-            plan.step, codec.pack(step.sampled), codec.pack(tokens), logprobs, seconds
+            plan.step,
+            codec.pack(step.sampled),
+            codec.pack(tokens),
+            logprobs,
+            time.perf_counter() - start,
+            self._prompt_logprobs.read(step),
         )
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:

@@ -3,6 +3,7 @@ kernels read.
 
 With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows.
 Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many.
+Quantised weights have layers of their own (quantized.py).
 Inputs have the model's element type in buffers of `padded` width, zero beyond their own; outputs
 are float32.
 """
@@ -10,6 +11,7 @@ are float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +32,21 @@ class Layout:
     def padded(self, size: int) -> int:
         return tiles.padded(size) if self.tiled else size
 
+    def linear(
+        self,
+        parts: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor] = (),
+        is_head: bool = False,
+    ) -> Linear:
+        """A linear layer in this layout; is_head: it makes logits."""
+        return Linear(self, parts, biases)
+
+    def ties(self) -> bool:
+        """Whether an embedding can use the weight of the output layer that it is tied to."""
+        return True
+
     def kernels(self, tied: bool) -> list[Kernel]:
-        """What Linear and Embedding bind; tied: the embedding shares the output layer's weight."""
+        """What Linear and Embedding bind; tied: the embedding uses the output layer's weight."""
         if self.tiled:
             return [
                 linear.tile_linear,
@@ -55,18 +70,21 @@ class Linear:
         self.outputs, self.inputs = sum(len(part) for part in parts), parts[0].shape[1]
         self.width = layout.padded(self.outputs)  # of the output buffer's rows
         weight = torch.cat([part.to(layout.dtype) for part in parts])
-        self.weight = tiles.pack(weight) if layout.tiled else weight
+        self.weight = self._pack(weight)
         self._bias: torch.Tensor | None = None
         if biases:
             self._bias = F.pad(
                 torch.cat([b.float() for b in biases]), (0, self.width - self.outputs)
             )
 
+    def _pack(self, weight: torch.Tensor) -> Any:
+        return tiles.pack(weight) if self._layout.tiled else weight
+
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
 
-    def bind(self, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> Operation:
+    def bind(self, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> list[Operation]:
         """x [capacity, padded inputs] -> y float32, of which the first capacity x width numbers are
         used.
         """
@@ -76,11 +94,11 @@ class Linear:
         sizes = {"inner": x.shape[1], "outer": self.width}
         if self._layout.tiled:
             configurations = linear.CONFIGURATIONS
-            return linear.tile_linear.bind(
-                x.dtype, **common, **sizes, configurations=configurations
-            )
+            return [
+                linear.tile_linear.bind(x.dtype, **common, **sizes, configurations=configurations)
+            ]
         few = linear.row_linear.bind(x.dtype, **common, **sizes)
-        return ByRows(few, lambda count: self._product(x[:count], y[:count]))
+        return [ByRows(few, lambda count: self._product(x[:count], y[:count]))]
 
     def _product(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if x.dtype == torch.float32:

@@ -16,6 +16,8 @@ RUNNERS = {
     "fake": "ringcast.executor.fake_runner:FakeModelRunner",
 }
 
+QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
+
 Progress = Callable[[str, int, int], None]
 
 # How often an idle OpenMP thread looks for work before it sleeps: here about 0.2 ms. By default it
@@ -44,8 +46,13 @@ class ModelRunner(Protocol):
 
 def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRunner:
     """The runner of `config.device`. Comes before torch is imported, whose OpenMP reads its
-    environment once.
+    environment once. Raises ConfigError for what the device doesn't have.
     """
+    if config.quantization != "none" and config.device not in QUANTIZES:
+        raise ConfigError(
+            f"quantization = {config.quantization!r}: device {config.device!r} has 'none' only; "
+            f"{', '.join(QUANTIZES)} has it"
+        )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         module, _, name = RUNNERS[config.device].partition(":")

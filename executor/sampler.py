@@ -3,12 +3,15 @@
 In this order, with vLLM's meaning of every option:
 
 1. log-probabilities are taken from the logits as the model gave them;
-2. min_tokens: stop ids, EOS among them (under ignore_eos too), are impossible until enough tokens
-   exist;
-3. temperature: below 1e-5 the likeliest token is taken (of equals the lowest id), and that is all;
-4. min_p, 5. top_k, 6. top_p, each on what the one before left over, renormalised. The likeliest
+2. allowed_token_ids, bad_words, min_tokens: tokens that are impossible (logit_masks.py);
+3. logit_bias (logit_bias.py), then the engine's own logits processors (logits_processor.py);
+4. penalties: repetition, frequency, presence (penalties.py);
+5. temperature: below 1e-5 the likeliest token is taken (of equals the lowest id), and that is all;
+6. min_p, 7. top_k, 8. top_p, each on what the one before left over, renormalised. The likeliest
    token always stays;
-7. one uniform number picks from what is left, by inverse CDF in the order of token ids.
+9. one uniform number picks from what is left, by inverse CDF in the order of token ids.
+
+3 and 4 are in float32 and cost only the rows that want them.
 
 Ties: top_k keeps every token that is as likely as the k-th. top_p keeps the smallest set, so of the
 tokens as likely as the one that reaches p it takes the lowest ids. A token thus depends on its own
@@ -21,6 +24,7 @@ at random, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,24 +34,36 @@ from numpy.typing import NDArray
 
 from ..kernels.cpu.openmp import Kernel
 from ..kernels.cpu.scalars import pointer
-from ..mq import codec
-from ..mq.messages import TokenLogprobs
-from ..mq.sampling_params import SamplingParams
+from ..mq.messages import NewSequence, TokenLogprobs
+from .logit_bias import LogitBias
+from .logit_masks import LogitMasks
+from .logits_processor import LogitsProcessor
+from .logprobs import token_logprobs
+from .penalties import Penalties
 from .philox import SAMPLE, uniforms
 
 Ints = NDArray[np.int32]
 
 _MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 1e30  # -inf / inf would be NaN
-_NO_STOP = -1
 
 
 class Sampler:
-    """The sampling options of every row of the batch, and the step from logits to tokens."""
+    """The sampling options of every row of the batch, and the step from logits to tokens.
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int]) -> None:
+    known_tokens: the batch's own, by row. Whoever samples appends to them after each step.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        known_tokens: Ints,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._vocab_size = vocab_size
-        self._eos = set(eos_token_ids)
+        self._known_tokens = known_tokens
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float64)
@@ -55,14 +71,16 @@ class Sampler:
         self._seed = np.zeros(max_num_seqs, np.uint64)
         self._choice = np.zeros(max_num_seqs, np.uint64)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self._stops_from = np.zeros(max_num_seqs, np.int64)
-        self._stop_ids = np.full((max_num_seqs, 1), _NO_STOP, np.int32)
+        self._edited = np.zeros(max_num_seqs, bool)  # by what follows, the masks excepted
+        self._masks = LogitMasks(max_num_seqs, vocab_size, eos_token_ids, known_tokens)
+        self._bias = LogitBias(max_num_seqs, vocab_size)
+        self._penalties = Penalties(max_num_seqs, vocab_size, known_tokens.shape[1])
+        self._processors = [(each, np.zeros(max_num_seqs, bool)) for each in processors]
         draw_kernel.compile(torch.float32)  # now, not in somebody's first step
 
-    def set_row(
-        self, row: int, params: SamplingParams, choice: int, num_prompt_tokens: int
-    ) -> None:
-        """A sequence enters the batch at `row`. `params.seed` is set unless the row is greedy."""
+    def enter(self, new: NewSequence) -> None:
+        """A sequence enters the batch. Its `params.seed` is set unless it is greedy."""
+        row, params = new.row, new.params
         temperature = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
         assert temperature == 0.0 or params.seed is not None, "the client draws missing seeds"
         self._temperature[row] = min(temperature, _MAX_TEMPERATURE)
@@ -70,10 +88,15 @@ class Sampler:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seed[row] = (params.seed or 0) % 2**64
-        self._choice[row] = choice
+        self._choice[row] = new.choice
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._stops_from[row] = num_prompt_tokens + params.min_tokens
-        self._set_stop_ids(row, self._eos.union(params.stop_token_ids))
+        self._masks.enter(new)
+        self._bias.enter(row, params)
+        self._penalties.enter(new)
+        self._edited[row] = params.penalised or bool(params.logit_bias)
+        for processor, wanted in self._processors:
+            wanted[row] = processor.enter(new)
+            self._edited[row] |= wanted[row]
 
     def sample(
         self, logits: torch.Tensor, rows: Ints, positions: Ints
@@ -86,37 +109,58 @@ class Sampler:
         """
         wanted = np.flatnonzero(self._num_logprobs[rows] >= 0)
         raw = torch.log_softmax(_pick_rows(logits, wanted).float(), -1) if wanted.size else None
-        self._mask_stops(logits, rows, positions)
-        tokens = self._choose(logits, rows, positions)
+        self._masks.apply(logits, rows, positions)
+        edited = self._edited[rows]
+        if not edited.any():
+            tokens = self._choose(logits, rows, positions)
+        else:
+            tokens = self._choose_edited(logits, rows, positions, edited)
         if raw is None:
             return tokens, None
-        return tokens, _table(raw, wanted, tokens[wanted], self._num_logprobs[rows[wanted]])
+        table = token_logprobs(raw, wanted, tokens[wanted], self._num_logprobs[rows[wanted]])
+        return tokens, table
 
-    def _set_stop_ids(self, row: int, ids: set[int]) -> None:
-        # An id outside the vocabulary can't be chosen, so there is nothing to mask.
-        known = sorted(i for i in ids if i < self._vocab_size)
-        missing = len(known) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(
-                self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_STOP
-            )
-        self._stop_ids[row] = _NO_STOP
-        self._stop_ids[row, : len(known)] = known
+    def _choose_edited(
+        self, logits: torch.Tensor, rows: Ints, positions: Ints, edited: NDArray[np.bool_]
+    ) -> Ints:
+        which = np.flatnonzero(edited)
+        own = _pick_rows(logits, which).float().contiguous()
+        self._edit(own, rows[which], positions[which])
+        chosen = self._choose(own, rows[which], positions[which])
+        self._penalties.record(rows[which], chosen)
+        if len(which) == len(rows):
+            return chosen
+        tokens = self._choose(logits, rows, positions, ~edited)
+        tokens[which] = chosen
+        return tokens
 
-    def _mask_stops(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> None:
-        early = np.flatnonzero(positions < self._stops_from[rows])
-        if early.size:
-            ids = self._stop_ids[rows[early]]
-            i, j = np.nonzero(ids != _NO_STOP)
-            where = torch.from_numpy(early[i]), torch.from_numpy(ids[i, j].astype(np.int64))
-            logits[where] = -torch.inf
+    def _edit(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> None:
+        self._bias.apply(logits, rows)
+        for processor, wanted in self._processors:
+            which = np.flatnonzero(wanted[rows])
+            if which.size:
+                part = _pick_rows(logits, which)
+                processor.apply(part, rows[which], self._known_tokens, positions[which])
+                if part is not logits:
+                    logits[torch.from_numpy(which)] = part
+        self._penalties.apply(logits, rows)
 
-    def _choose(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> Ints:
-        random = np.flatnonzero(self._temperature[rows] > 0)
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: Ints,
+        positions: Ints,
+        asked: NDArray[np.bool_] | bool = True,
+    ) -> Ints:
+        """asked [S]: the rows whose tokens count."""
+        is_random = self._temperature[rows] > 0
+        random = np.flatnonzero(is_random & asked)
         if random.size == len(rows):
             return self._draw(logits, rows, positions)
-        # max gives the first maximum's index, and for bf16 is four times as fast as argmax.
-        tokens: Ints = logits.max(-1).indices.to(torch.int32).numpy()
+        tokens = np.empty(len(rows), np.int32)
+        if np.any(asked & ~is_random):
+            # max gives the first maximum's index, and for bf16 is four times as fast as argmax.
+            tokens[:] = logits.max(-1).indices.numpy()
         if random.size:
             tokens[random] = self._draw(_pick_rows(logits, random), rows[random], positions[random])
         return tokens
@@ -147,31 +191,6 @@ class Sampler:
 
 def _pick_rows(logits: torch.Tensor, which: NDArray[np.int64]) -> torch.Tensor:
     return logits if len(which) == len(logits) else logits[torch.from_numpy(which)]
-
-
-def _table(
-    raw: torch.Tensor, index: NDArray[np.int64], chosen: Ints, num_logprobs: Ints
-) -> TokenLogprobs:
-    most = int(num_logprobs.max())
-    ids = np.full((len(index), most + 1), -1, np.int32)
-    logprobs = np.full((len(index), most + 1), -np.inf, np.float32)
-    of_chosen = raw.gather(1, torch.from_numpy(chosen.astype(np.int64))[:, None])
-    ids[:, 0] = chosen
-    logprobs[:, :1] = of_chosen.numpy()
-    if most:
-        top = raw.topk(min(most, raw.shape[1]), -1)
-        asked = np.arange(top.indices.shape[1]) < num_logprobs[:, None]
-        width = 1 + top.indices.shape[1]
-        ids[:, 1:width] = np.where(asked, top.indices.numpy(), -1)
-        logprobs[:, 1:width] = np.where(asked, top.values.numpy(), -np.inf)
-    rank = 1 + torch.count_nonzero(raw > of_chosen, -1)
-    return TokenLogprobs(
-        width=most + 1,
-        index=codec.pack(index),
-        token_ids=ids.tobytes(),
-        logprobs=logprobs.tobytes(),
-        rank=codec.pack(rank.numpy()),
-    )
 
 
 # What follows is compiled by numba. The kernel that it ends in is all that is called from above.

@@ -11,7 +11,7 @@ from ..actors.connection import EngineConnection
 from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
 from ..mq.errors import EngineDeadError, InvalidRequestError
 from ..mq.messages import OutputSpec, Progress, Status
-from ..mq.sampling_params import SamplingParams
+from ..mq.sampling_params import RequestOutputKind, SamplingParams
 from .client import EngineClient, RequestHandle
 from .hub import resolve_model
 from .outputs import RequestBuilder, RequestOutput
@@ -83,7 +83,9 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output so far, each time there is more. Leaving the loop early aborts the request.
+        """The output so far, each time there is more; or what `sampling_params.output_kind` says.
+
+        Leaving the loop early aborts the request.
 
         Raises InvalidRequestError, RequestFailedError, OverloadedError, EngineDeadError.
         """
@@ -190,7 +192,9 @@ class AsyncLLM:
                 f"request_id {request_id!r} is in use by a request that runs", param="request_id"
             )
         params = params or self.get_default_sampling_params()
-        output = OutputSpec(client=self.client.index, delta=True)
+        kind = params.output_kind
+        once = kind is RequestOutputKind.FINAL_ONLY
+        output = OutputSpec(client=self.client.index, delta=not once)
         with self.client.submit(asked.prompt, params, output) as handle:
             name = request_id or handle.request_id
             self._named[name] = handle
@@ -199,7 +203,10 @@ class AsyncLLM:
                 while chunks := await handle.mailbox.take():
                     for chunk in chunks:
                         builder.add(chunk)
-                    yield builder.output()
+                    if kind is RequestOutputKind.DELTA:
+                        yield builder.take()
+                    elif builder.finished or not once:
+                        yield builder.output()
             finally:
                 del self._named[name]
 

@@ -42,7 +42,11 @@ class CompletionOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """All choices of one request. `prompt` is the text, where the user gave one."""
+    """All choices of one request. `prompt` is the text, where the user gave one.
+
+    prompt_logprobs has for each token of the prompt itself and the likeliest ones, by token id, and
+    None for the first.
+    """
 
     request_id: str
     prompt: str | None
@@ -51,27 +55,30 @@ class RequestOutput:
     finished: bool = False
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class ChoiceBuilder:
-    """Puts a choice together from its chunks."""
+    """Puts a choice together from its chunks. changed: there is something new in it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
+        self.changed = False
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
-        self._cumulative = 0.0
+        self._cumulative: float | None = None
 
     def add(self, chunk: Chunk) -> None:
+        self.changed = True
         self.token_ids += codec.ints(chunk.token_ids).tolist()
         if chunk.text:
             self._texts.append(chunk.text)
         if chunk.finish is not None:
             self.finish = chunk.finish
         for row in logprob_rows(chunk):
-            self._cumulative += row.logprobs[0]
+            self._cumulative = (self._cumulative or 0.0) + row.logprobs[0]
             self._logprobs.append(_by_token_id(row))
 
     @property
@@ -82,16 +89,24 @@ class ChoiceBuilder:
 
     def output(self) -> CompletionOutput:
         """A snapshot: later chunks don't change it."""
-        has_logprobs = bool(self._logprobs)
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=self.token_ids.copy(),
-            cumulative_logprob=self._cumulative if has_logprobs else None,
-            logprobs=self._logprobs.copy() if has_logprobs else None,
+            cumulative_logprob=self._cumulative,
+            logprobs=self._logprobs.copy() or None,
             finish_reason=self.finish.reason if self.finish else None,
             stop_reason=self.finish.stop_reason if self.finish else None,
         )
+
+    def take(self) -> CompletionOutput:
+        """What is new since the last time. (cumulative_logprob is of all.)"""
+        output = self.output()
+        self.changed = False
+        self.token_ids.clear()
+        self._texts.clear()
+        self._logprobs.clear()
+        return output
 
 
 class RequestBuilder:
@@ -106,9 +121,11 @@ class RequestBuilder:
         self.handle = handle
         self.choices = [ChoiceBuilder(i) for i in range(handle.request.params.n)]
         self._prompt = prompt
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._request_id = request_id or handle.request_id
 
     def add(self, chunk: Chunk) -> None:
+        self._prompt_logprobs += prompt_logprobs(chunk)
         self.choices[chunk.choice].add(chunk)
 
     @property
@@ -116,15 +133,25 @@ class RequestBuilder:
         return all(choice.finish is not None for choice in self.choices)
 
     def output(self) -> RequestOutput:
+        """All so far."""
+        return self._output([choice.output() for choice in self.choices])
+
+    def take(self) -> RequestOutput:
+        """What is new since the last time, of the choices that have something new."""
+        return self._output([choice.take() for choice in self.choices if choice.changed])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        asked = self.handle.request.params.prompt_logprobs is not None
         finish = next((choice.finish for choice in self.choices if choice.finish), None)
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=codec.ints(self.handle.prompt_token_ids).tolist(),
-            outputs=[choice.output() for choice in self.choices],
+            outputs=outputs,
             finished=self.finished,
             num_prompt_tokens=finish.num_prompt_tokens if finish else None,
             num_cached_tokens=finish.num_cached_tokens if finish else None,
+            prompt_logprobs=self._prompt_logprobs.copy() if asked else None,
         )
 
 
@@ -133,6 +160,15 @@ def logprob_rows(chunk: Chunk) -> list[LogprobRow]:
     if chunk.logprobs is None:
         return []
     return unpack_rows(chunk.logprobs, chunk.logprob_tokens, chunk.first_index)
+
+
+def prompt_logprobs(chunk: Chunk) -> list[dict[int, Logprob]]:
+    """Those of the request's prompt, from its second token on, if this chunk has them."""
+    if chunk.prompt_logprobs is None:
+        return []
+    return [
+        _by_token_id(row) for row in unpack_rows(chunk.prompt_logprobs, chunk.prompt_logprob_tokens)
+    ]
 
 
 def _by_token_id(row: LogprobRow) -> dict[int, Logprob]:

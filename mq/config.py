@@ -44,6 +44,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="of weights and KV cache; auto is bfloat16 where the processor has it"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8", "int4"],
+        Meta(description="of weights at load; activations are int8 then. The CPU backend has it"),
+    ] = "none"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights from the config alone")
     ] = "auto"
@@ -96,6 +100,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="requests in the engine, running and waiting, before new ones get a 503",
         ),
     ] = 2048
+    logits_processors: Annotated[
+        list[str],
+        Meta(description="your own LogitsProcessor classes (module:Class), applied in this order"),
+    ] = []
     transport: Annotated[
         Literal["ring", "zmq"],
         Meta(description="how actors of one host talk: shared-memory rings, or ZeroMQ over ipc"),

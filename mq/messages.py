@@ -144,7 +144,11 @@ TokenizerToClient = Accepted | Rejected
 
 
 class AddRequest(Message, tag="add"):
-    """A tokenised request. `params.max_tokens` is resolved against the context length."""
+    """A tokenised request. `params.max_tokens` is resolved against the context length.
+
+    bad_words: `params.bad_words` as token ids; a word that can be written in two ways is in it
+        twice.
+    """
 
     request_id: str
     incarnation: int
@@ -153,6 +157,7 @@ class AddRequest(Message, tag="add"):
     output: OutputSpec
     arrival: float
     cache_salt: str = ""
+    bad_words: list[bytes] = []  # i32[length of the word] each
 
 
 class AbortRequest(Message, tag="abort"):
@@ -172,6 +177,7 @@ class NewSequence(Message):
     token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens`
     have their KV in `block_ids` already; the rest is computed by this and later steps as
     StepPlan.num_tokens says. `params.seed` and `choice` are the key of the sequence's random draws.
+    bad_words are the request's.
     """
 
     row: int
@@ -182,6 +188,7 @@ class NewSequence(Message):
     num_computed_tokens: int
     block_ids: bytes  # i32[num_blocks]
     params: SamplingParams
+    bad_words: list[bytes] = []  # i32[length of the word] each
 
 
 class StepPlan(Message, tag="plan"):
@@ -226,7 +233,7 @@ class TokenLogprobs(Message):
 
     index[m] is the place in the message's token arrays that row m speaks of. Columns beyond what a
     request asked for hold token id -1. rank is 1 for the likeliest token. Taken from the
-    distribution before temperature, top-k, top-p and min-p (as vLLM's "raw_logprobs").
+    distribution that the model gave, before all options (as vLLM's "raw_logprobs").
     """
 
     width: int  # K + 1
@@ -236,10 +243,23 @@ class TokenLogprobs(Message):
     rank: bytes  # i32[M]
 
 
+class PromptLogprobs(Message):
+    """Log-probabilities of the tokens of a prompt from place `first` on (the first token, at place
+    0, has none).
+
+    of: the row, from a worker; the stream, from the scheduler. logprobs.index counts from `first`.
+    """
+
+    of: int
+    first: int
+    logprobs: TokenLogprobs
+
+
 class StepOutput(Message, tag="output"):
     """What a step sampled: token_ids[i] is the new token of rows[i].
 
-    Rows that were not sampled are not in it.
+    Rows that were not sampled are not in it. prompt_logprobs: of the prompts' chunks that this step
+    computed, for the requests that want them.
     """
 
     step: int
@@ -247,6 +267,7 @@ class StepOutput(Message, tag="output"):
     token_ids: bytes  # i32[S]
     logprobs: TokenLogprobs | None = None
     seconds: float = 0.0  # spent by the worker on this step
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 WorkerToScheduler = WorkerReady | StepOutput
@@ -290,6 +311,8 @@ class StreamStep(Message, tag="step"):
 
     cached: (stream, prompt tokens found in the prefix cache), with the stream's first token, for
         those that found any.
+    prompt_logprobs: come in order, before the stream's first token; after a preemption from the
+        beginning again.
     """
 
     streams: bytes  # i32[S]
@@ -298,6 +321,7 @@ class StreamStep(Message, tag="step"):
     ends: list[StreamEnd] = []
     logprobs: TokenLogprobs | None = None
     cached: list[tuple[int, int]] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 SchedulerToDetokenizer = OpenStream | StreamStep
@@ -336,7 +360,8 @@ class Chunk(Message):
     text is only the new text; `data` the rendered event (see OutputSpec.form), with nothing for
     chunks that have neither text nor finish. logprobs.index counts from this chunk's first token;
     `logprob_tokens` holds the text bytes of each of logprobs.token_ids in row order (None where the
-    id is -1).
+    id is -1). prompt_logprobs and prompt_logprob_tokens: the same of the request's prompt, with an
+    index that counts from its beginning; in the first chunk of choice 0.
     """
 
     request_id: str
@@ -349,6 +374,8 @@ class Chunk(Message):
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     logprob_tokens: list[bytes | None] = []
+    prompt_logprobs: TokenLogprobs | None = None
+    prompt_logprob_tokens: list[bytes | None] = []
 
 
 class Chunks(Message, tag="chunks"):

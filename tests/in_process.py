@@ -5,6 +5,7 @@ no channels.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.executor.runner import make_runner
@@ -16,7 +17,8 @@ from ringcast.mq.sampling_params import SamplingParams
 class InProcessEngine:
     """Runs requests to their end.
 
-    `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each.
+    `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each,
+    `prompt_logprobs[request_id]` their parts as they came.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -24,13 +26,20 @@ class InProcessEngine:
         self.runner = make_runner(config, spec)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
+        self.prompt_logprobs: dict[str, list[messages.PromptLogprobs]] = {}
         self._streams: dict[int, tuple[str, int]] = {}
         self._clock = itertools.count()
         self._dispatch(
             self.scheduler.handle("worker.0", self.runner.load(lambda *_: None), self._now())
         )
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
         request = messages.AddRequest(
             request_id,
             0,
@@ -38,6 +47,7 @@ class InProcessEngine:
             params,
             messages.OutputSpec(0),
             arrival=float(self._now()),
+            bad_words=[codec.pack(word) for word in bad_words],
         )
         self._dispatch(self.scheduler.handle("tokenizer.0", request, self._now()))
 
@@ -83,6 +93,10 @@ class InProcessEngine:
         return plans
 
     def _read(self, step: messages.StreamStep) -> None:
+        for part in step.prompt_logprobs:
+            request_id, choice = self._streams[part.of]
+            assert (choice, self.tokens[request_id][0]) == (0, [])
+            self.prompt_logprobs.setdefault(request_id, []).append(part)
         arrays = (
             codec.ints(step.streams),
             codec.ints(step.token_index),

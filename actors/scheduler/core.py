@@ -271,6 +271,10 @@ class SchedulerCore:
         for row, sequence, num_computed in step.chunks:
             if step.is_current(sequence, row) and num_computed >= sequence.cache_at:
                 kv.register(sequence, num_computed)
+        for part in output.prompt_logprobs:
+            sequence = step.sequences[part.of]
+            if step.is_current(sequence, part.of):
+                self._outbox.add_prompt_logprobs(sequence.stream, part)
         rows = codec.ints(output.rows).tolist()
         token_ids = codec.ints(output.token_ids).tolist()
         first = len(self._outbox.token_ids)

@@ -136,7 +136,7 @@ class KVCache:
         self.pool.check(expected)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        if not self.caching:
+        if not self.caching or sequence.owes_prompt_logprobs:
             return []
         most = (len(sequence.tokens) - 1) // self.block_size
         self._hash(sequence, most)

@@ -35,9 +35,12 @@ class Outbox:
             )
         )
 
+    def add_prompt_logprobs(self, stream: int, part: messages.PromptLogprobs) -> None:
+        self._prompt_logprobs.append(messages.PromptLogprobs(stream, part.first, part.logprobs))
+
     def drain(self) -> list[messages.OpenStream | messages.StreamStep]:
         out: list[messages.OpenStream | messages.StreamStep] = [*self.opens]
-        if self.streams or self.ends:
+        if self.streams or self.ends or self._prompt_logprobs:
             out.append(
                 messages.StreamStep(
                     streams=packed(self.streams),
@@ -46,6 +49,7 @@ class Outbox:
                     ends=self.ends,
                     cached=self.cached,
                     logprobs=_joined(self._logprobs),
+                    prompt_logprobs=self._prompt_logprobs,
                 )
             )
         if out:
@@ -60,6 +64,7 @@ class Outbox:
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
         self._logprobs: list[messages.TokenLogprobs] = []
+        self._prompt_logprobs: list[messages.PromptLogprobs] = []
 
 
 def _joined(parts: list[messages.TokenLogprobs]) -> messages.TokenLogprobs | None:

@@ -11,7 +11,17 @@ from .sequence import Sequence
 class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one."""
 
-    __slots__ = ("arrival", "held", "incarnation", "open", "params", "prompt", "request_id", "salt")
+    __slots__ = (
+        "arrival",
+        "bad_words",
+        "held",
+        "incarnation",
+        "open",
+        "params",
+        "prompt",
+        "request_id",
+        "salt",
+    )
 
     def __init__(
         self,
@@ -25,6 +35,7 @@ class Request:
         self.arrival = message.arrival
         self.incarnation = message.incarnation
         self.params = params
+        self.bad_words = message.bad_words
         self.salt = message.cache_salt.encode()
         self.prompt: list[int] = codec.ints(message.prompt_token_ids).tolist()
         stop_ids = frozenset(params.stop_token_ids)

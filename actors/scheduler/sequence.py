@@ -81,5 +81,11 @@ class Sequence:
         self.copy_source = 0
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether its prompt is still to be computed for the log-probabilities of its tokens."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return wanted and not self.choice and not self.num_output
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt

@@ -64,6 +64,7 @@ class Step:
                 num_computed_tokens=sequence.num_computed,
                 block_ids=packed(sequence.block_ids),
                 params=request.params,
+                bad_words=request.bad_words,
             )
         )
 

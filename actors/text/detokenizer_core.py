@@ -20,7 +20,15 @@ from typing import Any
 
 from ...mq import codec
 from ...mq.config import ModelSpec
-from ...mq.messages import Chunk, Chunks, OpenStream, StopStream, StreamEnd, StreamStep
+from ...mq.messages import (
+    Chunk,
+    Chunks,
+    OpenStream,
+    PromptLogprobs,
+    StopStream,
+    StreamEnd,
+    StreamStep,
+)
 from ..core import Send
 from .logprob_rows import StepLogprobs
 from .text_stream import TextStream
@@ -94,6 +102,8 @@ class DetokenizerCore:
         indices = codec.ints(step.token_index).tolist()
         ids = codec.ints(step.token_ids).tolist()
         self._num_tokens += len(ids)
+        for part in step.prompt_logprobs:
+            self._add_prompt_logprobs(part)
         for number, num_cached_tokens in step.cached:
             if (cached := self._streams.get(number)) is not None:
                 cached.num_cached_tokens = num_cached_tokens
@@ -117,6 +127,15 @@ class DetokenizerCore:
             logger.exception("decoding token %d of %s failed", token_id, stream.opened.request_id)
             stream.fail(f"token {token_id} can't be decoded: {error}")
             return False
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        stream = self._streams.get(part.of)
+        if stream is None or stream.finish is not None:
+            return
+        stream.add_prompt_logprobs(part, self._decoders.bytes_of)
+        if stream.finish is not None:
+            self._touched[stream] = None
+            self._stopped[part.of] = stream.num_tokens
 
     def _add_logprobs(
         self, stream: TextStream, logprobs: StepLogprobs, at: int, index: int

@@ -35,6 +35,10 @@ class StepLogprobs:
         self._logprobs: list[float] = codec.floats(logprobs.logprobs).tolist()
         self._rank: list[int] = codec.ints(logprobs.rank).tolist()
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
     def row(
         self, at: int, place: int, num_likeliest: int, bytes_of: Callable[[int], bytes]
     ) -> LogprobRow | None:

@@ -11,14 +11,25 @@ and takes no token after that. `take` makes a chunk of what is new since the las
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...mq import codec
-from ...mq.messages import Chunk, ErrorInfo, Finish, FinishReason, OpenStream, StreamEnd
+from ...mq.messages import (
+    Chunk,
+    ErrorInfo,
+    Finish,
+    FinishReason,
+    OpenStream,
+    PromptLogprobs,
+    StreamEnd,
+    TokenLogprobs,
+)
 from .event_renderer import EventRenderer
-from .logprob_rows import LogprobRow, pack_rows
+from .logprob_rows import LogprobRow, StepLogprobs, pack_rows
 from .stop_strings import StopStrings
 from .token_decoder import TokenDecoder
 
-_NO_LOGPROBS: tuple[None, list[bytes | None]] = (None, [])
+_NO_LOGPROBS: tuple[TokenLogprobs | None, list[bytes | None]] = (None, [])
 
 
 class TextStream:
@@ -28,6 +39,8 @@ class TextStream:
         "_decoder",
         "_first_index",
         "_ids",
+        "_num_prompt_rows",
+        "_prompt_rows",
         "_renderer",
         "_rows",
         "_stops",
@@ -59,12 +72,14 @@ class TextStream:
         self._text: list[str] = []
         self._rows: list[LogprobRow] = []
         self._unrendered: list[LogprobRow] = []
+        self._prompt_rows: list[LogprobRow] = []
+        self._num_prompt_rows = 0
 
     def push(self, index: int, token_id: int, ends_here: bool) -> bool:
         """Take the token at `index`; False if it was seen before or can't be taken.
 
         ends_here: this is the EOS or stop token that ended the stream, which is no text unless
-        asked for.
+        asked for. Nothing is, where the request wants no text.
         """
         if index != self.num_tokens:
             if index > self.num_tokens:
@@ -72,7 +87,8 @@ class TextStream:
             return False
         self.num_tokens = index + 1
         self._ids.append(token_id)
-        if not ends_here or self.opened.params.include_stop_str_in_output:
+        params = self.opened.params
+        if params.detokenize and (params.include_stop_str_in_output or not ends_here):
             text = self._decoder.feed(token_id)
             if self._stops is not None:
                 text = self._search(self._stops, text)
@@ -82,6 +98,20 @@ class TextStream:
 
     def add_logprobs(self, row: LogprobRow) -> None:
         self._rows.append(row)
+
+    def add_prompt_logprobs(self, part: PromptLogprobs, bytes_of: Callable[[int], bytes]) -> None:
+        """Take what is new of a part of the prompt's; the beginning may have been seen before."""
+        known = self._num_prompt_rows
+        if part.first > known + 1:
+            self.fail(f"prompt_logprobs from {part.first} on arrived after {known}")
+            return
+        rows = StepLogprobs(part.logprobs)
+        num_likeliest = self.opened.params.prompt_logprobs or 0
+        for at in range(max(known + 1 - part.first, 0), rows.num_rows):
+            row = rows.row(at, part.first + at, num_likeliest, bytes_of)
+            assert row is not None
+            self._prompt_rows.append(row)
+            self._num_prompt_rows += 1
 
     def end(self, end: StreamEnd) -> None:
         """The scheduler has ended the stream: whatever is held back is text now."""
@@ -112,6 +142,10 @@ class TextStream:
         text = "".join(self._text)
         data = b"" if self._renderer is None else self._render(self._renderer, text, finish)
         logprobs, texts = pack_rows(rows, first_index) if rows else _NO_LOGPROBS
+        prompt, prompt_texts = _NO_LOGPROBS
+        if self._prompt_rows:
+            prompt, prompt_texts = pack_rows(self._prompt_rows, 0)
+            self._prompt_rows = []
         chunk = Chunk(
             opened.request_id,
             opened.incarnation,
@@ -123,6 +157,8 @@ class TextStream:
             finish,
             logprobs,
             texts,
+            prompt,
+            prompt_texts,
         )
         self._first_index = self.num_tokens
         self._ids.clear()

@@ -35,6 +35,7 @@ from ..core import Send
 from .chat_messages import parse_messages
 from .chat_template import ChatTemplates
 from .text_tokenizer import TextTokenizer
+from .token_options import check_token_ids, tokenise_bad_words
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,9 @@ class TokenizerCore:
         return (Send(client, rejected),)
 
     def _add(self, request: Generate) -> AddRequest:
+        vocab_size = self._spec.vocab_size
+        check_token_ids(request.params, vocab_size)
+        bad_words = tokenise_bad_words(request.params.bad_words, self._tokenizer, vocab_size)
         ids = self._encode(request.prompt)
         param = _param(request.prompt)
         if not ids.size:
@@ -123,6 +127,7 @@ class TokenizerCore:
             output=request.output,
             arrival=request.arrival,
             cache_salt=request.cache_salt,
+            bad_words=bad_words,
         )
 
     def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:

@@ -24,6 +24,7 @@ from ..attention import AttentionBackend, Geometry, choose_backend
 from ..input_batch import InputBatch, Step
 from ..layers import Embedding, Layout, Linear
 from ..program import Operation, Program
+from ..quantized import make_layout
 from ..weights import WeightSource
 
 SLIDING = "sliding_attention"
@@ -50,12 +51,14 @@ class Family:
         self,
         hf_config: dict[str, Any],
         dtype: torch.dtype,
+        quantization: str,
         block_size: int,
         source: WeightSource,
         progress: Callable[[int, int], None],
     ) -> LlamaModel:
         """Check the config and take the weights. `progress(done, total)` counts layers."""
-        return LlamaModel(LlamaConfig(self, hf_config), dtype, block_size, source, progress)
+        checked = LlamaConfig(self, hf_config)
+        return LlamaModel(checked, dtype, quantization, block_size, source, progress)
 
 
 class LlamaConfig:
@@ -130,7 +133,7 @@ class _Layer:
             biases = [
                 source.take(f"{prefix}{n}.bias", (size,)) for n, size in names.items() if bias
             ]
-            return Linear(layout, parts, biases)
+            return layout.linear(parts, biases)
 
         def norm(name: str, size: int) -> torch.Tensor:
             return source.take(f"{prefix}{name}.weight", (size,)).float().clone()
@@ -172,21 +175,23 @@ class LlamaModel:
         self,
         config: LlamaConfig,
         dtype: torch.dtype,
+        quantization: str,
         block_size: int,
         source: WeightSource,
         progress: Callable[[int, int], None],
     ) -> None:
         c = self._config = config
-        self._layout = Layout(dtype)
+        self._layout = layout = make_layout(dtype, quantization)
         self.geometry = Geometry(
             dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size
         )
         self._backend = choose_backend(self.geometry)
         table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         head = table if c.tied else source.take("lm_head.weight", (c.vocab_size, c.hidden_size))
-        self._head = Linear(self._layout, [head])
+        self._head = layout.linear([head], is_head=True)
+        self._shares = c.tied and layout.ties()
         self._embedding = Embedding(
-            self._layout, None if c.tied else table, self._head if c.tied else None
+            layout, None if self._shares else table, self._head if self._shares else None
         )
         self._final_norm = source.take("model.norm.weight", (c.hidden_size,)).float().clone()
         self._layers = []
@@ -203,7 +208,7 @@ class LlamaModel:
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""
         common = [add_rms_norm_kernel, silu_mul_kernel, rope_and_cache, self._backend.kernel]
-        return [*common, *self._layout.kernels(self._config.tied)]
+        return [*common, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:
         """Of the weights."""
@@ -257,7 +262,7 @@ class LlamaModel:
             update = self._update_TH
         norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
         head = self._head.bind(sampled, self._last_SH, self._logits_SV)
-        return Program(rows, operations), Program(sampled, [norm, head])
+        return Program(rows, operations), Program(sampled, [norm, *head])
 
     def _bind_layer(
         self, index: int, layer: _Layer, rows: np.ndarray, update: torch.Tensor | None
@@ -265,7 +270,7 @@ class LlamaModel:
         c, wide, update_TH = self._config, self._wide_TN, self._update_TH
         return [
             self._norm(rows, update, layer.input_norm, self._x_TH),
-            layer.qkv.bind(rows, self._x_TH, wide),
+            *layer.qkv.bind(rows, self._x_TH, wide),
             *self._attention.bind(
                 index,
                 rows,
@@ -278,9 +283,9 @@ class LlamaModel:
                 c.windows[index],
                 self._x_TQ,
             ),
-            layer.output.bind(rows, self._x_TQ, update_TH),
+            *layer.output.bind(rows, self._x_TQ, update_TH),
             self._norm(rows, update_TH, layer.post_norm, self._x_TH),
-            layer.gate_up.bind(rows, self._x_TH, wide),
+            *layer.gate_up.bind(rows, self._x_TH, wide),
             silu_mul_kernel.bind(
                 self.geometry.dtype,
                 rows=rows,
@@ -290,7 +295,7 @@ class LlamaModel:
                 stride=layer.gate_up.width,
                 out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
             ),
-            layer.down.bind(rows, self._x_TI, update_TH),
+            *layer.down.bind(rows, self._x_TI, update_TH),
         ]
 
     def _norm(
@@ -323,10 +328,13 @@ class LlamaModel:
         self._rotate(step.num_tokens)
         self._attention.prepare(step)
         self._body.run(step.num_tokens)
-        sampled = len(step.sampled)
-        if sampled:
-            self._tail.run(sampled)
-        return self._logits_SV[:sampled, : self._config.vocab_size]
+        return self.logits(len(step.sampled))
+
+    def logits(self, num_tokens: int) -> torch.Tensor:
+        """The same for the tokens of this step that batch.last names, each at most once a step."""
+        if num_tokens:
+            self._tail.run(num_tokens)
+        return self._logits_SV[:num_tokens, : self._config.vocab_size]
 
     def _rotate(self, tokens: int) -> None:
         positions = torch.from_numpy(self._batch.positions[:tokens]).float()

@@ -16,7 +16,15 @@ from ...mq.sampling_params import SamplingParams
 from ..client import EngineClient, Mailbox, RequestHandle
 from .errors import event_of
 from .protocol import GenerationRequest
-from .responses import CHUNK_OBJECTS, OBJECTS, Answer, Form, Usage, usage_of
+from .responses import (
+    CHUNK_OBJECTS,
+    OBJECTS,
+    Answer,
+    Form,
+    Usage,
+    add_prompt_logprobs,
+    usage_of,
+)
 
 _ID_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 _DONE = b"data: [DONE]\n\n"
@@ -89,6 +97,8 @@ class Generation:
                 answers[chunk.request_id][chunk.choice].add(chunk)
         choices = [answer.choice(self._form) for group in answers.values() for answer in group]
         body = self._envelope(OBJECTS[self._form], choices, usage=usage_of(self._handles))
+        if self._handles[0].request.params.prompt_logprobs is not None:
+            add_prompt_logprobs(body, list(answers.values()), self._form)
         return web.Response(
             body=msgspec.json.encode(body), content_type="application/json", headers=headers
         )

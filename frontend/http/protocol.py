@@ -34,14 +34,11 @@ IGNORED = frozenset(
 
 # Field: the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -49,13 +46,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0, 0.0),
     "priority": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
@@ -91,6 +84,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -100,6 +100,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str = ""
+    vllm_xargs: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -184,6 +185,10 @@ def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -
     for name in _SAMPLING_FIELDS:
         if (value := getattr(request, name)) is not None:
             fields[name] = value
+    if request.logit_bias is not None:
+        fields["logit_bias"] = _by_token_id(request.logit_bias)
+    if request.vllm_xargs is not None:
+        fields["extra_args"] = request.vllm_xargs
     if isinstance(request, CompletionRequest):
         fields["logprobs"] = request.logprobs
         return SamplingParams(**fields)
@@ -203,6 +208,17 @@ _SAMPLING_FIELDS = tuple(
     for field in GenerationRequest.__struct_fields__
     if field in SamplingParams.__struct_fields__
 )
+
+
+def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings."""
+    for key in biases:
+        if not (key.isascii() and key.isdecimal() and len(key) < 11):
+            raise InvalidRequestError(
+                f"logit_bias must be numbers by token id, got the key {key[:80]!r}",
+                param="logit_bias",
+            )
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _chat_logprobs(request: ChatRequest) -> int | None:
@@ -241,6 +257,10 @@ def _neutral(name: str) -> str:
 def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs can't be streamed: stream must be false", param="prompt_logprobs"
+        )
     if isinstance(request, ChatRequest):
         limits = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(limits) > 1:

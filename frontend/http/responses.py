@@ -9,7 +9,7 @@ import msgspec
 from ...actors.text.event_renderer import chat_logprobs, completion_logprobs
 from ...mq.messages import Chunk
 from ..client import RequestHandle
-from ..outputs import logprob_rows
+from ..outputs import Logprob, logprob_rows, prompt_logprobs
 
 Form = Literal["chat", "completion"]
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -63,8 +63,24 @@ class Answer:
             "stop_reason": finish.stop_reason,
         }
 
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None]:
+        """Of the request's prompt; the first choice alone has them."""
+        return [None, *(each for chunk in self._chunks for each in prompt_logprobs(chunk))]
+
     def _logprobs(self, form: Form) -> dict[str, Any] | None:
         rows = [row for chunk in self._chunks for row in logprob_rows(chunk)]
         if not rows:
             return None
         return chat_logprobs(rows) if form == "chat" else completion_logprobs(rows)
+
+
+def add_prompt_logprobs(body: dict[str, Any], groups: list[list[Answer]], form: Form) -> None:
+    """As vLLM has them: of completions in each choice, of a chat beside its choices."""
+    of_prompts = [group[0].prompt_logprobs() for group in groups]
+    if form == "chat":
+        body["prompt_logprobs"] = of_prompts[0]
+        return
+    choices = iter(body["choices"])
+    for group, of_prompt in zip(groups, of_prompts, strict=True):
+        for _ in group:
+            next(choices)["prompt_logprobs"] = of_prompt

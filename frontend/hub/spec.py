@@ -8,7 +8,6 @@ window doesn't shorten the context.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from ...mq.errors import ConfigError, InvalidRequestError, ModelLoadError
 from ...mq.sampling_params import SamplingParams
 from .folder import read_json
 
-_log = logging.getLogger("ringcast.hub")
 _STRETCHING = ("linear", "dynamic", "yarn")
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 
@@ -82,7 +81,7 @@ def bos_token_id(config: dict[str, Any], generation: dict[str, Any], tokenizer: 
 def sampling_defaults(folder: Path, generation: dict[str, Any]) -> dict[str, Any]:
     """What generation_config.json sets of SamplingParams. As in vLLM, do_sample is not looked at.
 
-    Logs a warning for a repetition_penalty, which is not supported.
+    Raises ModelLoadError for what SamplingParams refuses.
     """
     found = {
         ours: generation[theirs]
@@ -94,11 +93,6 @@ def sampling_defaults(folder: Path, generation: dict[str, Any]) -> dict[str, Any
         SamplingParams(**found)
     except InvalidRequestError as error:
         raise ModelLoadError(f"{where}: {error} (--generation-config none ignores it)") from error
-    penalty = generation.get("repetition_penalty")
-    if penalty not in (None, 1, 1.0):
-        _log.warning(
-            "%s asks for repetition_penalty %s: not supported, not applied", where, penalty
-        )
     return found
 
 

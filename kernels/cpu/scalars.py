@@ -61,7 +61,8 @@ def narrow(typing_context, value, like):
 
 
 @intrinsic
-def _to_bits(typing_context, value):
+def bits_of(typing_context, value):
+    """A float32's bits as an int32."""
     return types.int32(types.float32), lambda c, builder, s, args: builder.bitcast(args[0], _I32)
 
 
@@ -163,5 +164,5 @@ def exp(x: np.float32) -> np.float32:
     series = series * r + _C2
     series = series * r + _ONE
     series = series * r + _ONE
-    power = (_to_bits(shifted) - _ROUND_BITS + np.int32(127)) << np.int32(23)
+    power = (bits_of(shifted) - _ROUND_BITS + np.int32(127)) << np.int32(23)
     return series * _from_bits(np.int32(power))

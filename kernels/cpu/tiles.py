@@ -4,7 +4,8 @@ intrinsics.
 A processor has eight tile registers, each of up to 16 rows of 64 bytes. `multiply(c, a, b)` adds to
 the float32 tile c (rows x columns) the product of the bfloat16 tiles a (rows x 32) and b (16 x
 columns x 2): b holds *pairs* of rows of the right-hand matrix, side by side. So the right-hand
-matrix must be stored in pairs; see `pack`.
+matrix must be stored in pairs; see `pack`. `multiply_bytes(c, a, b)` does the same in int32 with
+signed bytes a (rows x 64) and unsigned bytes b (16 x columns x 4).
 
 Configurations are 64 bytes in memory, made ahead by `configurations` for every number of rows that
 may be needed.
@@ -36,8 +37,18 @@ def available() -> bool:
     """Whether processor and kernel let this process use bfloat16 tiles. Asks the kernel for
     permission.
     """
+    return _permitted("amx-bf16")
+
+
+@functools.cache
+def bytes_available() -> bool:
+    """The same, for tiles of bytes."""
+    return _permitted("amx-int8")
+
+
+def _permitted(feature: str) -> bool:
     features = llvm.get_host_cpu_features()
-    if platform.system() != "Linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
+    if platform.system() != "Linux" or not (features.get("amx-tile") and features.get(feature)):
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
@@ -138,12 +149,18 @@ load = intrinsic(prefer_literal=True)(_transfer("llvm.x86.tileloadd64"))
 store = intrinsic(prefer_literal=True)(_transfer("llvm.x86.tilestored64"))
 
 
-@intrinsic(prefer_literal=True)
-def multiply(typing_context, c, a, b):
-    numbers = [tile.literal_value for tile in (c, a, b)]
+def _product(name: str):
+    def product(typing_context, c, a, b):
+        numbers = [tile.literal_value for tile in (c, a, b)]
 
-    def generate(context, builder, signature, args):
-        _instruction("llvm.x86.tdpbf16ps", builder, numbers, [])
-        return context.get_dummy_value()
+        def generate(context, builder, signature, args):
+            _instruction(name, builder, numbers, [])
+            return context.get_dummy_value()
 
-    return types.void(c, a, b), generate
+        return types.void(c, a, b), generate
+
+    return product
+
+
+multiply = intrinsic(prefer_literal=True)(_product("llvm.x86.tdpbf16ps"))
+multiply_bytes = intrinsic(prefer_literal=True)(_product("llvm.x86.tdpbsud"))

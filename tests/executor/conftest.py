@@ -40,7 +40,12 @@ class HandScheduler:
         self._record()
 
     def enter(
-        self, row: int, tokens: list[int], computed: int = 0, blocks: list[int] | None = None
+        self,
+        row: int,
+        tokens: list[int],
+        computed: int = 0,
+        blocks: list[int] | None = None,
+        params: SamplingParams = GREEDY,
     ) -> None:
         """A sequence enters with the next plan; `blocks` hold its first `computed` tokens (and are
         its table).
@@ -56,7 +61,7 @@ class HandScheduler:
                 len(tokens),
                 computed,
                 codec.pack(blocks),
-                GREEDY,
+                params,
             )
         )
 

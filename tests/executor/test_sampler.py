@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chi_squared import check_counts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ringcast.executor.sampler import Sampler, truncate
 from ringcast.mq import codec
-from ringcast.mq.messages import TokenLogprobs
+from ringcast.mq.messages import NewSequence, TokenLogprobs
 from ringcast.mq.sampling_params import SamplingParams
 
 Floats = NDArray[np.float64]
@@ -27,10 +28,14 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> t
 
 
 def make(vocab: int, *params: SamplingParams, choices: list[int] | None = None) -> Sampler:
-    sampler = Sampler(len(params), vocab, [EOS])
+    sampler = Sampler(len(params), vocab, [EOS], np.zeros((len(params), PROMPT), np.int32))
     for row, each in enumerate(params):
-        sampler.set_row(row, each, choices[row] if choices else 0, PROMPT)
+        sampler.enter(new_sequence(row, each, choices[row] if choices else 0))
     return sampler
+
+
+def new_sequence(row: int, params: SamplingParams, choice: int = 0) -> NewSequence:
+    return NewSequence(row, "", choice, codec.pack([0] * PROMPT), PROMPT, 0, b"", params)
 
 
 def sample(
@@ -95,20 +100,6 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     expected = np.zeros(vocab)
     expected[kept] = draws * weights[kept] / weights[kept].sum()
     check_counts(np.bincount(tokens, minlength=vocab), expected)
-
-
-def check_counts(counts: NDArray[Any], expected: Floats) -> None:
-    """Pearson's chi-squared, one false alarm in a million (Wilson and Hilferty's approximation)."""
-    assert (counts[expected == 0] == 0).all(), "a token that was cut off was drawn"
-    rare = expected < 5
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    freedom = len(expected) - 1
-    assert freedom > 0, "one outcome proves nothing"
-    spread = 2 / (9 * freedom)
-    limit = freedom * (1 - spread + 4.76 * spread**0.5) ** 3
-    assert ((counts - expected) ** 2 / expected).sum() < limit
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 255, 256, 257, 1003])
@@ -302,9 +293,10 @@ def test_a_row_is_given_out_again() -> None:
     sampler = make(10, SamplingParams(temperature=0, min_tokens=9, stop_token_ids=(1, 3, 4)))
     logits = torch.tensor([[0.0, 9, 8, 7, 6, 5, 4, 3, 2, 1]])
     assert sample(sampler, logits)[0] == [5]
-    sampler.set_row(0, SamplingParams(temperature=0, min_tokens=9, stop_token_ids=(1,)), 0, PROMPT)
+    again = SamplingParams(temperature=0, min_tokens=9, stop_token_ids=(1,))
+    sampler.enter(new_sequence(0, again))
     assert sample(sampler, logits)[0] == [3]
-    sampler.set_row(0, SamplingParams(temperature=0), 0, PROMPT)
+    sampler.enter(new_sequence(0, SamplingParams(temperature=0)))
     assert sample(sampler, logits) == ([1], None)
 
 

@@ -220,6 +220,7 @@ class Speaker:
         first = self.num_tokens - len(words)
         text = "".join(words)
         logprobs, texts = pack_rows(rows, first) if rows else (None, [])
+        prompt, prompt_texts = self._prompt_logprobs() if not first else (None, [])
         return Chunk(
             request_id=self.request.request_id,
             incarnation=self.request.incarnation,
@@ -231,7 +232,22 @@ class Speaker:
             finish=finish,
             logprobs=logprobs,
             logprob_tokens=texts,
+            prompt_logprobs=prompt,
+            prompt_logprob_tokens=prompt_texts,
         )
+
+    def _prompt_logprobs(self) -> tuple[messages.TokenLogprobs | None, list[bytes | None]]:
+        """Of the prompt's second and third token, if asked for: 8 and 9."""
+        k = self.request.params.prompt_logprobs
+        if k is None or self.choice:
+            return None, []
+        ids, texts = [*range(k)], [f"t{i}".encode() for i in range(k)]
+        values = [-1.0 - i for i in range(k)]
+        rows = [
+            LogprobRow(place, 5, [place + 7, *ids], [-4.5, *values], [b"p", *texts])
+            for place in (1, 2)
+        ]
+        return pack_rows(rows, 0)
 
 
 @pytest.fixture

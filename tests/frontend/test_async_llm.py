@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from ringcast.frontend.async_llm import AsyncLLM
+from ringcast.frontend.outputs import Logprob
 from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import ConfigError, EngineDeadError, InvalidRequestError
-from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.sampling_params import RequestOutputKind, SamplingParams
 
 TEXT = "Hello, wörld 🌍!"
 
@@ -102,3 +103,47 @@ async def test_default_params(connection: Any, spec: ModelSpec) -> None:
     spec.sampling_defaults.update(top_k=7)
     async with AsyncLLM() as llm:
         assert llm.get_default_sampling_params() == SamplingParams(top_k=7)
+
+
+async def test_output_kinds(connection: Any, engine: Any) -> None:
+    def asked(kind: RequestOutputKind, n: int = 1) -> SamplingParams:
+        return SamplingParams(output_kind=kind, n=n, logprobs=1)
+
+    async with AsyncLLM() as llm:
+        cumulative = [o async for o in llm.generate("a", asked(RequestOutputKind.CUMULATIVE))]
+        deltas = [o async for o in llm.generate("a", asked(RequestOutputKind.DELTA))]
+        finals = [o async for o in llm.generate("a", asked(RequestOutputKind.FINAL_ONLY, n=3))]
+    assert [o.outputs[0].text for o in cumulative][-1] == TEXT
+    assert "".join(o.outputs[0].text for o in deltas) == TEXT
+    assert all(len(o.outputs[0].token_ids) == len(o.outputs[0].logprobs or ()) for o in deltas)
+    assert [t for o in deltas for t in o.outputs[0].token_ids] == [100, 101, 102, 103, 104]
+    assert [o.finished for o in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1].outputs[0].finish_reason == "stop"
+    assert deltas[-1].outputs[0].cumulative_logprob == cumulative[-1].outputs[0].cumulative_logprob
+    (final,) = finals
+    assert [choice.text for choice in final.outputs] == [TEXT] * 3
+    assert final.finished
+    assert [g.output.delta for g in engine.generated] == [True, True, False]
+
+
+async def test_deltas_have_the_choices_that_have_something_new(connection: Any) -> None:
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, n=2)
+    texts = {0: "", 1: ""}
+    async with AsyncLLM() as llm:
+        async for output in llm.generate("a", params):
+            assert output.outputs
+            for choice in output.outputs:
+                assert choice.text or choice.finished
+                texts[choice.index] += choice.text
+    assert texts == {0: TEXT, 1: TEXT}
+
+
+async def test_prompt_logprobs(connection: Any) -> None:
+    async with AsyncLLM() as llm:
+        *_, output = [o async for o in llm.generate("a", SamplingParams(prompt_logprobs=1, n=2))]
+        *_, plain = [o async for o in llm.generate("a")]
+    assert plain.prompt_logprobs is None
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [entry and sorted(entry) for entry in output.prompt_logprobs[1:]] == [[0, 8], [0, 9]]
+    assert output.prompt_logprobs[1] == {8: Logprob(-4.5, 5, "p"), 0: Logprob(-1.0, 1, "t0")}

@@ -140,7 +140,7 @@ def test_one_refused_prompt_aborts_the_others(connection: Any, engine: Any) -> N
     engine.hold = 1
 
     def send_or_reject(to: str, message: Any) -> None:
-        engine.reject = ErrorInfo("too long") if "bad" in repr(message) else None
+        engine.reject = ErrorInfo("too long") if "'bad'" in repr(message) else None
         engine.send(to, message)
 
     connection.send = send_or_reject

@@ -23,6 +23,7 @@ from ringcast.mq.messages import (
     ErrorInfo,
     OpenStream,
     OutputSpec,
+    PromptLogprobs,
     StopStream,
     StreamEnd,
     StreamStep,
@@ -57,9 +58,10 @@ class Driver:
         ends: Sequence[StreamEnd] = (),
         logprobs: TokenLogprobs | None = None,
         cached: Sequence[tuple[int, int]] = (),
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         columns = [codec.pack([entry[i] for entry in entries]) for i in range(3)]
-        step = StreamStep(*columns, list(ends), logprobs, list(cached))
+        step = StreamStep(*columns, list(ends), logprobs, list(cached), list(prompt_logprobs))
         assert list(self.core.handle("scheduler.0", step, 0.0)) == []
 
     def flush(self) -> None:
@@ -404,6 +406,59 @@ def test_logprobs_of_held_text_are_in_the_next_event(driver: Driver) -> None:
     assert first.data == b""
     content = json.loads(second.data[6:])["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["a", "b"]
+
+
+def prompt_part(stream: int, first: int, ids: Sequence[int]) -> PromptLogprobs:
+    rows = {at: [(token_id, -0.5), (token_id + 1, -1.0)] for at, token_id in enumerate(ids)}
+    return PromptLogprobs(stream, first, step_logprobs(rows, 2))
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_prompt_logprobs(driver: Driver, delta: bool) -> None:
+    driver.open(1, prompt_logprobs=1, delta=delta)
+    driver.open(2, prompt_logprobs=0, delta=delta)
+    driver.step([], prompt_logprobs=[prompt_part(1, 1, [10, 11]), prompt_part(9, 1, [10])])
+    driver.flush()
+    assert driver.chunks == {}
+    # Preempted before its first token: all of it comes again.
+    again = [prompt_part(1, 1, [10]), prompt_part(1, 2, [11, 12]), prompt_part(1, 4, [13])]
+    driver.step([(1, 0, 70), (2, 0, 70)], prompt_logprobs=[*again, prompt_part(2, 1, [20])])
+    driver.flush()
+    for stream in (1, 2):
+        driver.end(stream, "length", 1)
+    first, *rest = driver.chunks["r1"]
+    assert first.prompt_logprobs is not None
+    assert all(chunk.prompt_logprobs is None for chunk in rest)
+    rows = unpack_rows(first.prompt_logprobs, first.prompt_logprob_tokens)
+    assert [row.place for row in rows] == [1, 2, 3, 4]
+    assert [row.token_ids for row in rows] == [[i, i + 1] for i in (10, 11, 12, 13)]
+    other = driver.chunks["r2"][0]
+    assert other.prompt_logprobs is not None
+    assert [
+        row.token_ids for row in unpack_rows(other.prompt_logprobs, other.prompt_logprob_tokens)
+    ] == [[20]]
+
+
+def test_a_gap_in_prompt_logprobs_costs_one_stream(driver: Driver) -> None:
+    driver.open(1, prompt_logprobs=1)
+    driver.step([], prompt_logprobs=[prompt_part(1, 2, [10])])
+    driver.flush()
+    finish = driver.last(1).finish
+    assert finish is not None
+    assert finish.error is not None
+    assert "prompt_logprobs from 2 on arrived after 0" in finish.error.message
+    assert driver.stops == [StopStream(1, 0)]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_no_text_without_detokenize(driver: Driver, delta: bool) -> None:
+    driver.open(1, detokenize=False, include_stop_str_in_output=True, delta=delta)
+    count = driver.say(1, "The dog")
+    driver.flush()
+    driver.end(1, "length", count)
+    assert driver.text(1) == ""
+    ids = [i for chunk in driver.chunks["r1"] for i in codec.ints(chunk.token_ids).tolist()]
+    assert ids == driver.tokenizer.encode("The dog")
 
 
 def test_tokens_that_the_library_refuses_cost_one_stream(

@@ -325,3 +325,57 @@ async def test_a_hundred_streams_at_once(serve: Any, client: EngineClient) -> No
         assert "".join(event["choices"][0]["delta"]["content"] for event in got) == TEXT
     assert len({got[0]["id"] for got in answers}) == 100
     assert client.num_open == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_sampling_options_of_vllm(serve: Any, engine: Any, path: str) -> None:
+    options = {
+        "presence_penalty": -2,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1, "7": -100},
+        "allowed_token_ids": [5, 7],
+        "bad_words": ["no"],
+        "prompt_logprobs": 3,
+        "vllm_xargs": {"mine": [1]},
+    }
+    prompt = {"prompt": "hi"} if path.endswith("v1/completions") else {"messages": MESSAGES}
+    async with serve() as server:
+        status, answer = await post(server, path, {**prompt, **options})
+        assert status == 200, answer
+    (request,) = engine.generated
+    params = request.params
+    assert {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")} == {
+        "presence_penalty": -2,
+        "frequency_penalty": 1.5,
+    }
+    assert params.repetition_penalty == 1.1
+    assert params.logit_bias == {5: 1, 7: -100}
+    assert params.allowed_token_ids == (5, 7)
+    assert params.bad_words == ("no",)
+    assert params.prompt_logprobs == 3
+    assert params.extra_args == {"mine": [1]}
+
+
+async def test_prompt_logprobs(serve: Any) -> None:
+    expected = [
+        None,
+        {
+            "8": {"logprob": -4.5, "rank": 5, "decoded_token": "p"},
+            "0": {"logprob": -1.0, "rank": 1, "decoded_token": "t0"},
+        },
+        {
+            "9": {"logprob": -4.5, "rank": 5, "decoded_token": "p"},
+            "0": {"logprob": -1.0, "rank": 1, "decoded_token": "t0"},
+        },
+    ]
+    async with serve() as server:
+        body = {"messages": MESSAGES, "prompt_logprobs": 1, "n": 2}
+        status, chat = await post(server, "/v1/chat/completions", body)
+        assert (status, chat["prompt_logprobs"]) == (200, expected)
+        assert not any("prompt_logprobs" in choice for choice in chat["choices"])
+        body = {"prompt": ["a", "b"], "prompt_logprobs": 1, "n": 2}
+        status, completion = await post(server, "/v1/completions", body)
+        assert [choice["prompt_logprobs"] for choice in completion["choices"]] == [expected] * 4
+        _, plain = await post(server, "/v1/completions", {"prompt": "a"})
+    assert "prompt_logprobs" not in plain["choices"][0]

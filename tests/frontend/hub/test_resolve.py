@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -175,8 +174,14 @@ def add_special_token(folder: Path, key: str, token: Any) -> None:
 
 
 def test_sampling_defaults(make_model: Any) -> None:
-    values = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1}
-    others = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 2, "repetition_penalty": 1.0}
+    values = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    }
+    others = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 2}
     folder = make_model(generation={**values, **others})
     assert resolve(folder).sampling_defaults == {**values, "max_tokens": 7}
     assert resolve(folder, generation_config="none").sampling_defaults == {}
@@ -194,17 +199,9 @@ def test_impossible_sampling_default(make_model: Any) -> None:
     folder = make_model(generation={"top_p": 1.5})
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: top_p must be .* got 1\.5"):
         resolve(folder)
+    with pytest.raises(ModelLoadError, match=r"json: repetition_penalty must be .* got 0"):
+        resolve(make_model("other", generation={"repetition_penalty": 0}))
     assert resolve(folder, generation_config="none").sampling_defaults == {}
-
-
-def test_repetition_penalty_is_told(make_model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make_model(generation={"repetition_penalty": 1.1})
-    with caplog.at_level(logging.WARNING, logger="ringcast.hub"):
-        resolve(folder, generation_config="none")
-        assert caplog.messages == []
-        resolve(folder)
-    (message,) = caplog.messages
-    assert message.endswith("asks for repetition_penalty 1.1: not supported, not applied")
 
 
 # --- chat template --------------------------------------------------------------------------------
