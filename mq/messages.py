@@ -2,19 +2,21 @@
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
-    client -> tokenizer       Generate, Abort
+    client -> tokenizer       Generate, Abort, Ping
     tokenizer -> client       Accepted, or Rejected (the request goes no further)
-    tokenizer -> scheduler    AddRequest, AbortRequest (in order: no abort overtakes its request)
+    tokenizer -> scheduler    AddRequest, AbortRequest, AbortClient, Ping (in order: no abort
+                              overtakes its request)
     scheduler -> workers      StepPlan (broadcast; only what changed)
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
-    scheduler -> detokenizer  OpenStream, StreamStep
+    scheduler -> detokenizer  OpenStream, StreamStep, Ping
     detokenizer -> scheduler  StopStream (a stop string was found)
-    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish)
+    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping
 
 A *client* is whatever holds the ledger of requests: an API server, or the process that made an
 `LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
 a number that the scheduler gives out. An *incarnation* counts how often a request has been handed
-to an engine, so that late results of an older one are recognised and dropped.
+to an engine, so that late results of an older one are recognised and dropped. A *takeover* hands it
+over again after a death, with the output that its client has already (`Resume`).
 
 Arrays travel as raw little-endian bytes: see `codec.pack` and `codec.ints`. `i32[N]` below is such
 a field. Every time is `time.monotonic()` in seconds (one host, one clock).
@@ -77,7 +79,8 @@ class OutputSpec(Message):
     form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render
         each delta into `Chunk.data` as the bytes of one server-sent event of OpenAI's
         chat.completion.chunk or text_completion.
-    delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end.
+    delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end, and
+        before that one now and then, so that little is lost with an engine (see TextStream).
     index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
         request).
     null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
@@ -93,8 +96,19 @@ class OutputSpec(Message):
     null_usage: bool = False
 
 
+class Resume(Message):
+    """A choice that goes on where an engine died: these of its output tokens the client has."""
+
+    choice: int
+    token_ids: bytes  # i32[E]
+
+
 class Generate(Message, tag="generate"):
-    """A new request. `params.seed` is set: the client draws one where the user gave none."""
+    """A request. `params.seed` is set: the client draws one where the user gave none.
+
+    resume: at a takeover, every choice that is still open; those not named here have ended. Empty
+        for a request of which nothing has come yet: all its choices begin at their beginning.
+    """
 
     request_id: str
     incarnation: int
@@ -103,6 +117,7 @@ class Generate(Message, tag="generate"):
     output: OutputSpec
     arrival: float
     cache_salt: str = ""
+    resume: list[Resume] = []
 
 
 class Abort(Message, tag="abort"):
@@ -115,7 +130,18 @@ class Abort(Message, tag="abort"):
     incarnation: int
 
 
-ClientToTokenizer = Generate | Abort
+class Ping(Message, tag="ping"):
+    """Asks whether the engine works. It goes the way of a request and comes back to its client.
+
+    The scheduler passes it on when a step has ended that was sent after it arrived (with nothing to
+    compute, an empty one).
+    """
+
+    client: int
+    number: int
+
+
+ClientToTokenizer = Generate | Abort | Ping
 
 
 # --- tokenizer -> client, tokenizer -> scheduler ------------------------------------------------
@@ -153,6 +179,7 @@ class AddRequest(Message, tag="add"):
     output: OutputSpec
     arrival: float
     cache_salt: str = ""
+    resume: list[Resume] = []  # as in Generate
 
 
 class AbortRequest(Message, tag="abort"):
@@ -160,7 +187,13 @@ class AbortRequest(Message, tag="abort"):
     incarnation: int
 
 
-TokenizerToScheduler = AddRequest | AbortRequest
+class AbortClient(Message, tag="abort_client"):
+    """A client has died: end all its requests. Comes after everything that it had sent."""
+
+    client: int
+
+
+TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping
 
 
 # --- scheduler <-> workers ----------------------------------------------------------------------
@@ -258,7 +291,8 @@ WorkerToScheduler = WorkerReady | StepOutput
 class OpenStream(Message, tag="open"):
     """Choice `choice` of a request will speak as `stream`.
 
-    Sent for each choice before its first StreamStep.
+    Sent for each choice before its first StreamStep. resumed: the first tokens of its output, which
+    the client has: they are not sent again, and the first StreamStep's token_index follows them.
     """
 
     stream: int
@@ -268,6 +302,7 @@ class OpenStream(Message, tag="open"):
     num_prompt_tokens: int
     params: SamplingParams
     output: OutputSpec
+    resumed: bytes = b""  # i32[E]
 
 
 class StreamEnd(Message):
@@ -300,7 +335,7 @@ class StreamStep(Message, tag="step"):
     cached: list[tuple[int, int]] = []
 
 
-SchedulerToDetokenizer = OpenStream | StreamStep
+SchedulerToDetokenizer = OpenStream | StreamStep | Ping
 
 
 class StopStream(Message, tag="stop"):
@@ -355,7 +390,7 @@ class Chunks(Message, tag="chunks"):
     chunks: list[Chunk]
 
 
-DetokenizerToClient = Chunks
+DetokenizerToClient = Chunks | Ping
 
 
 # --- control: supervisor <-> every actor (a socket pair that is also the lifeline) ---------------
@@ -406,8 +441,21 @@ class Statistics(Message, tag="statistics"):
     values: dict[str, float]
 
 
+class PeersForgotten(Message, tag="peers_forgotten"):
+    """Answers PeersLost."""
+
+    death: int
+
+
 ActorToSupervisor = (
-    Progress | ActorReady | ActorFailed | Listening | Drained | StatusRequest | Statistics
+    Progress
+    | ActorReady
+    | ActorFailed
+    | Listening
+    | Drained
+    | StatusRequest
+    | Statistics
+    | PeersForgotten
 )
 
 
@@ -421,13 +469,36 @@ class Shutdown(Message, tag="shutdown"):
     """End now: close channels and exit 0."""
 
 
-class PeerDied(Message, tag="peer_died"):
-    """An actor has died: whatever waits for it fails with this text. Clients answer Drained."""
+class TopologyFailed(Message, tag="topology_failed"):
+    """To clients: the topology ends, because `actor` has died and doesn't come again.
+
+    Whatever waits fails with this text. Clients answer Drained.
+    """
 
     actor: str
     error: str
     traceback: str
     user_error: bool = False
+
+
+class PeersLost(Message, tag="peers_lost"):
+    """`actor` has died, and with it all of `lost`, which is restarted as one.
+
+    Take in what they had sent, forget what they knew, send them nothing more, and then answer
+    PeersForgotten(death). Nothing of what they were sent will be answered.
+    """
+
+    death: int
+    actor: str
+    error: str
+    traceback: str
+    lost: list[str]
+
+
+class PeersBack(Message, tag="peers_back"):
+    """New incarnations of these are ready. They know nothing of what was before."""
+
+    names: list[str]
 
 
 class ActorStatus(Message):
@@ -440,10 +511,16 @@ class ActorStatus(Message):
 
 
 class EdgeStatus(Message):
+    """full_seconds: for how long the writer has had what doesn't fit; 0.0 if all fits. laggards:
+    who has not read how much, in words, while it is full.
+    """
+
     name: str
     capacity: int
     used: int
     records: int
+    full_seconds: float = 0.0
+    laggards: str = ""
 
 
 class Status(Message, tag="status"):
@@ -453,7 +530,7 @@ class Status(Message, tag="status"):
 
 
 class TopologyReady(Message, tag="topology_ready"):
-    """To clients: every actor is ready, open the door.
+    """To clients: every actor is ready, open the door. To a restarted client, once it is ready.
 
     `details` are those of the workers' ActorReady.
     """
@@ -480,5 +557,13 @@ class ActorProgress(Message, tag="actor_progress"):
 
 
 SupervisorToActor = (
-    BeginDrain | Shutdown | PeerDied | Status | TopologyReady | Attach | ActorProgress
+    BeginDrain
+    | Shutdown
+    | TopologyFailed
+    | PeersLost
+    | PeersBack
+    | Status
+    | TopologyReady
+    | Attach
+    | ActorProgress
 )
