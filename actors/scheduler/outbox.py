@@ -1,4 +1,4 @@
-"""What the detokenizer is to hear at the next flush: openings, tokens and ends of streams."""
+"""What the detokenizer hears at the next flush: openings, tokens and ends of streams, and pings."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Outbox:
             )
         )
 
-    def drain(self) -> list[messages.OpenStream | messages.StreamStep]:
-        out: list[messages.OpenStream | messages.StreamStep] = [*self.opens]
+    def drain(self) -> list[messages.SchedulerToDetokenizer]:
+        out: list[messages.SchedulerToDetokenizer] = [*self.opens]
         if self.streams or self.ends:
             out.append(
                 messages.StreamStep(
@@ -48,6 +48,7 @@ class Outbox:
                     logprobs=_joined(self._logprobs),
                 )
             )
+        out += self.pings
         if out:
             self._clear()
         return out
@@ -59,6 +60,7 @@ class Outbox:
         self.token_ids: list[int] = []
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
+        self.pings: list[messages.Ping] = []
         self._logprobs: list[messages.TokenLogprobs] = []
 
 

@@ -6,10 +6,19 @@ A stream is open until it has a `finish`, its one terminal message. It gets one 
     the scheduler's StreamEnd      Finish(its reason), after the text that was held back
     a gap in the tokens            Finish("error"): a broken invariant costs this stream alone
 
-and takes no token after that. `take` makes a chunk of what is new since the last one.
+and takes no token after that. `take` makes a chunk of what is new since the last one, if one is
+due: with `delta` at once, otherwise after CHECKPOINT_TOKENS. So a client never has to ask for much
+again when an engine dies. Of an incarnation after the first the first token makes a chunk, which
+tells the client that the request has got further than to kill another engine.
+
+A stream that is `resumed` begins where another one was lost. Its tokens are taken again, and make
+nothing: what they bring back is half a character, what may be a stop string, the number of tokens.
+Since text does not depend on how it is cut into chunks, all goes on as if nothing had been.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ...mq import codec
 from ...mq.messages import Chunk, ErrorInfo, Finish, FinishReason, OpenStream, StreamEnd
@@ -18,6 +27,7 @@ from .logprob_rows import LogprobRow, pack_rows
 from .stop_strings import StopStrings
 from .token_decoder import TokenDecoder
 
+CHECKPOINT_TOKENS = 64
 _NO_LOGPROBS: tuple[None, list[bytes | None]] = (None, [])
 
 
@@ -25,6 +35,7 @@ class TextStream:
     """num_tokens: output tokens so far. num_logprobs: the request's K, or None."""
 
     __slots__ = (
+        "_chunk_tokens",
         "_decoder",
         "_first_index",
         "_ids",
@@ -54,11 +65,32 @@ class TextStream:
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
         self._renderer = EventRenderer(opened) if output.delta and output.form != "raw" else None
+        # So many new tokens make a chunk.
+        self._chunk_tokens = 1 if output.delta or opened.incarnation else CHECKPOINT_TOKENS
         self._first_index = 0
         self._ids: list[int] = []
         self._text: list[str] = []
         self._rows: list[LogprobRow] = []
         self._unrendered: list[LogprobRow] = []
+
+    def resume(self, bytes_of: Callable[[int], bytes]) -> None:
+        """Take `opened.resumed`. There may be a finish after it, as after any token.
+
+        bytes_of: a token by itself.
+        """
+        token_ids: list[int] = codec.ints(self.opened.resumed).tolist()
+        self._first_index = len(token_ids)
+        try:
+            for index, token_id in enumerate(token_ids):
+                self.push(index, token_id, ends_here=False)
+                if self.finish is not None:
+                    break
+        finally:
+            self._ids.clear()
+            self._text.clear()
+        if self._renderer is not None:
+            texts = [bytes_of(i).decode(errors="replace") for i in token_ids]
+            self._renderer.resume(sum(map(len, texts)))
 
     def push(self, index: int, token_id: int, ends_here: bool) -> bool:
         """Take the token at `index`; False if it was seen before or can't be taken.
@@ -106,7 +138,7 @@ class TextStream:
         """What is new, as a chunk; None if there is nothing to send now."""
         finish = self.finish
         opened = self.opened
-        if finish is None and not (opened.output.delta and (self._ids or self._text)):
+        if finish is None and len(self._ids) < self._chunk_tokens:
             return None
         first_index, rows = self._first_index, self._rows
         text = "".join(self._text)
@@ -125,6 +157,7 @@ class TextStream:
             texts,
         )
         self._first_index = self.num_tokens
+        self._chunk_tokens = 1 if opened.output.delta else CHECKPOINT_TOKENS
         self._ids.clear()
         self._text.clear()
         if rows:
