@@ -18,8 +18,9 @@ from ..mq.messages import Status
 from ..mq.sampling_params import SamplingParams
 from .async_llm import AsyncLLM
 from .cli.progress import StartProgress
-from .client import EngineClient, Mailbox
+from .client import EngineClient
 from .loop_thread import LoopThread
+from .mailbox import Mailbox
 from .outputs import RequestBuilder, RequestOutput
 from .prompts import ReadPrompt, UserPrompt, chat_prompt, is_one_prompt, read_prompt
 

@@ -54,7 +54,7 @@ class ApiServer(Actor):
                 self._spawn(self._open_door())
             case messages.BeginDrain(timeout=timeout):
                 self._spawn(self._drain(timeout))
-            case messages.PeerDied(error=error, traceback=text):
+            case messages.TopologyFailed(error=error, traceback=text):
                 self._client.fail_all(EngineDeadError(error, text))
                 self._spawn(self._drain(1.0))
             case messages.Status():
@@ -64,6 +64,12 @@ class ApiServer(Actor):
                 self._status.clear()
             case _:
                 super().on_control(message)
+
+    def on_lost(self, message: messages.PeersLost) -> None:
+        self._client.lost(message.lost, message.error)
+
+    def on_back(self, names: list[str]) -> None:
+        self._client.regained(names)
 
     def statistics(self) -> dict[str, float]:
         return self._client.statistics()
