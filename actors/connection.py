@@ -40,6 +40,9 @@ class EngineConnection:
         self._links: Links | None = None
         self._deliver: Callable[[str, Any], None] | None = None
         self._on_death: Callable[[EngineDeadError], None] | None = None
+        self._on_lost: Callable[[messages.PeersLost], None] | None = None
+        self._on_back: Callable[[list[str]], None] | None = None
+        self._early: list[messages.PeersLost | messages.PeersBack] = []  # come before `attach`
         self._on_progress: Callable[[str, messages.Progress], None] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._status: list[asyncio.Future[messages.Status]] = []
@@ -77,12 +80,22 @@ class EngineConnection:
         return connection
 
     def attach(
-        self, deliver: Callable[[str, Any], None], on_death: Callable[[EngineDeadError], None]
+        self,
+        deliver: Callable[[str, Any], None],
+        on_death: Callable[[EngineDeadError], None],
+        on_lost: Callable[[messages.PeersLost], None],
+        on_back: Callable[[list[str]], None],
     ) -> None:
-        """Say who gets the messages, with their source, and who is told if the topology dies."""
+        """Say who gets the messages, with their source, and who is told of deaths: of the topology
+        (`on_death`), of actors that come again (`on_lost`, after the last that they had sent), and
+        of their return (`on_back`)."""
         assert self._links is not None
         self._deliver = deliver
         self._on_death = on_death
+        self._on_lost, self._on_back = on_lost, on_back
+        early, self._early = self._early, []
+        for message in early:
+            self._tell(message)
         self._links.start()
 
     def send(self, to: str, message: messages.Message) -> None:
@@ -152,9 +165,26 @@ class EngineConnection:
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
-            case messages.PeerDied(error=error, traceback=text, user_error=user_error):
+            case messages.PeersLost(lost=lost, death=death):
+                assert self._links is not None
+                self._links.lose(lost)
+                self._tell(message)
+                self._control.send(messages.PeersForgotten(death))
+            case messages.PeersBack(names=names):
+                assert self._links is not None
+                self._links.regain(names)
+                self._tell(message)
+            case messages.TopologyFailed(error=error, traceback=text, user_error=user_error):
                 self._die(ConfigError(error) if user_error else EngineDeadError(error, text))
                 self._control.send(messages.Drained())
+
+    def _tell(self, message: messages.PeersLost | messages.PeersBack) -> None:
+        if self._on_lost is None or self._on_back is None:
+            self._early.append(message)
+        elif isinstance(message, messages.PeersLost):
+            self._on_lost(message)
+        else:
+            self._on_back(message.names)
 
     def _on_batch(self, batch: list[tuple[str, Any]]) -> None:
         assert self._deliver is not None

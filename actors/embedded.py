@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
@@ -21,7 +22,7 @@ from ..mq import messages
 from ..mq.config import EngineConfig, ModelSpec
 from .boot import read_fd
 from .control import Control
-from .lifecycle import TellDeath
+from .effects import TellFailed, TellLost
 from .supervisor import Supervisor
 
 
@@ -32,7 +33,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlReporter:
-    """Tells the maker's process. Deaths and readiness reach it as the client that it is."""
+    """Tells the maker's process. Deaths and returns reach it as the client that it is."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -46,7 +47,13 @@ class ControlReporter:
     def draining(self, timeout: float) -> None:
         pass
 
-    def failed(self, death: TellDeath) -> None:
+    def lost(self, death: TellLost) -> None:
+        pass
+
+    def back(self, names: Sequence[str], seconds: float) -> None:
+        pass
+
+    def failed(self, death: TellFailed) -> None:
         pass
 
 

@@ -7,6 +7,7 @@ sleeps on two bells: the plans' and the supervisor's.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from typing import Any
@@ -47,12 +48,11 @@ class Worker:
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(messages.ActorReady(runner.details()))
-        try:
+        # The scheduler's death is its whole unit's: the supervisor is about to kill us.
+        with contextlib.suppress(PeerDeadError):
             while (payload := self._next_plan()) is not None:
                 self._answer(runner.execute(self._decode(payload)))
                 self._plans.commit()
-        except PeerDeadError:
-            self._wait_for_end()
         self._plans.close()
         self._outputs.close()
 
@@ -77,16 +77,6 @@ class Worker:
             plans.disarm()
             if self._ended():
                 return None
-
-    def _wait_for_end(self) -> None:
-        """The scheduler is dead.
-
-        That is the supervisor's business, and so is what becomes of us.
-        """
-        only_control = select.poll()
-        only_control.register(self._control.fileno(), select.POLLIN)
-        while not self._ended():
-            only_control.poll()
 
     def _ended(self) -> bool:
         try:

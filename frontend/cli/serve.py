@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
 
-from ...actors.lifecycle import TellDeath
+from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
 from ...mq import messages
 from ...mq.config import EngineConfig, ServerConfig
@@ -58,7 +59,15 @@ class ConsoleReporter:
     def draining(self, timeout: float) -> None:
         _say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
 
-    def failed(self, death: TellDeath) -> None:
+    def lost(self, death: TellLost) -> None:
+        if death.traceback:
+            _say(death.traceback.rstrip())
+        _say(f"{death.error}; restarting {' and '.join(death.lost)}")
+
+    def back(self, names: Sequence[str], seconds: float) -> None:
+        _say(f"{' and '.join(names)} back after {seconds:.1f} s")
+
+    def failed(self, death: TellFailed) -> None:
         self._progress.stop()
         if death.traceback and not death.user_error:
             _say(death.traceback.rstrip())
