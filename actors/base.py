@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from ..mq import messages
+from ..mq import supervision
 from .boot import Boot
 from .control import Control
 from .core import Core, PeerLost, Send
@@ -58,15 +58,15 @@ class Actor:
     def on_control(self, message: Any) -> None:
         """Act on a message of the supervisor."""
         match message:
-            case messages.Shutdown():
+            case supervision.Shutdown():
                 self.stop()
-            case messages.PeersLost():
+            case supervision.PeersLost():
                 self._lose(message)
-            case messages.PeersBack(names=names):
+            case supervision.PeersBack(names=names):
                 self.links.regain(names)
                 self.on_back(names)
 
-    def on_lost(self, message: messages.PeersLost) -> None:
+    def on_lost(self, message: supervision.PeersLost) -> None:
         """Act on a death, after everything that the dead had sent."""
 
     def on_back(self, names: list[str]) -> None:
@@ -97,7 +97,7 @@ class Actor:
         for send in effects:
             self.links.send(send.to, send.message)
 
-    def _lose(self, message: messages.PeersLost) -> None:
+    def _lose(self, message: supervision.PeersLost) -> None:
         self.links.lose(message.lost)
         if self.core is not None:
             now = time.monotonic()
@@ -105,7 +105,7 @@ class Actor:
                 self.send_all(self.core.handle(source, PeerLost(), now))
             self.send_all(self.core.flush(now))
         self.on_lost(message)
-        self.control.send(messages.PeersForgotten(message.death))
+        self.control.send(supervision.PeersForgotten(message.death))
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +118,7 @@ class Actor:
         try:
             details = await self.start()
             self.links.start()
-            self.control.send(messages.ActorReady(details))
+            self.control.send(supervision.ActorReady(details))
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(task) for task in self.background()]
                 try:
@@ -144,7 +144,7 @@ class Actor:
         while True:
             values = {**self.statistics(), "outbox": self.links.num_waiting()}
             if values != last:
-                self.control.send(messages.Statistics(values))
+                self.control.send(supervision.Statistics(values))
                 last = values
             await asyncio.sleep(STATISTICS_SECONDS)
 

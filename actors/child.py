@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ..mq import messages
+from ..mq import supervision
 from .boot import Boot, memory_fd
 from .control import Control
 from .linux import describe_exit
@@ -31,7 +31,7 @@ class Child:
         self.pidfd = os.pidfd_open(process.pid)
         self.state: Literal["starting", "ready", "dead"] = "starting"
         self.reason = ""
-        self.last_words: messages.ActorFailed | None = None
+        self.last_words: supervision.ActorFailed | None = None
         self._process = process
 
     @classmethod
@@ -52,7 +52,7 @@ class Child:
         finally:
             os.close(boot_fd)
             theirs.close()
-        return cls(boot.actor, process, Control(ours, messages.ActorToSupervisor))
+        return cls(boot.actor, process, Control(ours, supervision.ActorToSupervisor))
 
     def kill(self, reason: str = "") -> None:
         self.reason = self.reason or reason

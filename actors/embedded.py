@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from ..mq import messages
+from ..mq import supervision
 from ..mq.config import EngineConfig, ModelSpec
 from .boot import read_fd
 from .control import Control
@@ -38,8 +38,8 @@ class ControlReporter:
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    def progress(self, actor: str, progress: messages.Progress) -> None:
-        self._control.send(messages.ActorProgress(actor, progress))
+    def progress(self, actor: str, progress: supervision.Progress) -> None:
+        self._control.send(supervision.ActorProgress(actor, progress))
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         pass
@@ -60,7 +60,7 @@ class ControlReporter:
 def main() -> int:
     order = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = Control(socket.socket(fileno=order.control_fd), messages.ActorToSupervisor)
+    control = Control(socket.socket(fileno=order.control_fd), supervision.ActorToSupervisor)
     supervisor = Supervisor(order.engine, order.spec, ControlReporter(control), external=control)
     code: int = uvloop.run(supervisor.run())
     return code

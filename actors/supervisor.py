@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..mq import messages, segment, socket_folder
+from ..mq import messages, segment, socket_folder, supervision
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
 from ..mq.socket_folder import SocketFolder
@@ -35,7 +35,7 @@ from .stalls import Position, StallWatch
 class Reporter(Protocol):
     """Whoever is told how it goes: a terminal, or the process of an `LLM`."""
 
-    def progress(self, actor: str, progress: messages.Progress) -> None: ...
+    def progress(self, actor: str, progress: supervision.Progress) -> None: ...
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None: ...
 
@@ -197,7 +197,7 @@ class Supervisor:
 
     def _attach_external(self, control: Control, name: str) -> None:
         endpoints, fds = self._endpoints(name)
-        control.send(messages.Attach(msgspec.msgpack.encode(endpoints)), fds)
+        control.send(supervision.Attach(msgspec.msgpack.encode(endpoints)), fds)
         self._loop.add_reader(control.fileno(), self._on_external, control, name)
 
     # Events
@@ -224,25 +224,25 @@ class Supervisor:
     def _on_message(self, name: str, control: Control, message: Any) -> None:
         child = self._children.get(name)
         match message:
-            case messages.Progress():
+            case supervision.Progress():
                 self._reporter.progress(name, message)
-            case messages.ActorReady(details=details):
+            case supervision.ActorReady(details=details):
                 if child is not None:
                     child.state = "ready"
                 self._details |= details
                 self._apply(self._life.ready(name, time.monotonic()))
-            case messages.Listening(address=address):
+            case supervision.Listening(address=address):
                 self._addresses[name] = address
                 self._apply(self._life.listening(name))
-            case messages.Drained():
+            case supervision.Drained():
                 self._apply(self._life.drained(name))
-            case messages.PeersForgotten(death=death):
+            case supervision.PeersForgotten(death=death):
                 self._apply(self._life.forgotten(name, death))
-            case messages.Statistics(values=values):
+            case supervision.Statistics(values=values):
                 self._statistics[name] = values
-            case messages.StatusRequest():
+            case supervision.StatusRequest():
                 control.send(self._status())
-            case messages.ActorFailed():
+            case supervision.ActorFailed():
                 if child is not None:
                     child.last_words = message
 
@@ -310,22 +310,22 @@ class Supervisor:
         """What concerns the topology as a whole."""
         match effect:
             case fx.OpenDoor(clients=clients):
-                self._tell(clients, messages.TopologyReady(self._details))
+                self._tell(clients, supervision.TopologyReady(self._details))
             case fx.Announce():
                 self._reporter.serving(self._details, list(self._addresses.values()))
             case fx.Drain(timeout=timeout):
                 self._reporter.draining(timeout)
-                self._tell(self._clients(), messages.BeginDrain(timeout))
+                self._tell(self._clients(), supervision.BeginDrain(timeout))
             case fx.TellFailed(actor=actor, error=error, traceback=text, user_error=user_error):
                 self._reporter.failed(effect)
-                failed = messages.TopologyFailed(actor, error, text, user_error)
+                failed = supervision.TopologyFailed(actor, error, text, user_error)
                 self._tell(self._clients(), failed)
             case fx.StopAll():
                 for child in self._alive():
                     if child.state == "starting":
                         child.kill()  # it may not listen yet, and loses nothing
                     else:
-                        child.control.send(messages.Shutdown())
+                        child.control.send(supervision.Shutdown())
             case fx.KillAll():
                 for child in self._alive():
                     child.kill()
@@ -334,7 +334,7 @@ class Supervisor:
                     self._exit.set_result(code)
 
     def _lost(self, effect: fx.TellLost) -> None:
-        lost = messages.PeersLost(
+        lost = supervision.PeersLost(
             effect.death, effect.actor, effect.error, effect.traceback, list(effect.lost)
         )
         self._tell(effect.to, lost)
@@ -345,7 +345,7 @@ class Supervisor:
             self._reporter.lost(effect)
 
     def _back(self, effect: fx.TellBack) -> None:
-        self._tell(effect.to, messages.PeersBack(list(effect.names)))
+        self._tell(effect.to, supervision.PeersBack(list(effect.names)))
         since = self._lost_at.pop(effect.names, None)
         if since is not None:
             now = time.monotonic()
@@ -367,13 +367,13 @@ class Supervisor:
         inside = [name for name in self._children if _is_client(name)]
         return [*inside, self._external_name] if self._external_name else inside
 
-    def _status(self) -> messages.Status:
+    def _status(self) -> supervision.Status:
         actors = []
         for name, child in self._children.items():
             cpu, rss = usage(child.pid) if child.state != "dead" else (0.0, 0)
             restarts = self._restarts.get(name, 0)
-            actors.append(messages.ActorStatus(name, child.pid, child.state, cpu, rss, restarts))
-        return messages.Status(
+            actors.append(supervision.ActorStatus(name, child.pid, child.state, cpu, rss, restarts))
+        return supervision.Status(
             actors, [_edge_status(owner) for owner in self._owners], self._all_statistics()
         )
 
@@ -400,9 +400,9 @@ def _is_client(name: str) -> bool:
     return name.startswith("client.")
 
 
-def _edge_status(owner: ChannelOwner) -> messages.EdgeStatus:
+def _edge_status(owner: ChannelOwner) -> supervision.EdgeStatus:
     stats = owner.stats()
     seconds, laggards = owner.full()
-    return messages.EdgeStatus(
+    return supervision.EdgeStatus(
         owner.name, stats.capacity, stats.used, stats.records, seconds, laggards
     )

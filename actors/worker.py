@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ..executor.runner import make_runner
-from ..mq import codec, messages
+from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
 from ..mq.errors import PeerDeadError
@@ -47,7 +47,7 @@ class Worker:
         runner = make_runner(boot.engine, boot.spec, rank)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
-        self._control.send(messages.ActorReady(runner.details()))
+        self._control.send(supervision.ActorReady(runner.details()))
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             while (payload := self._next_plan()) is not None:
@@ -57,7 +57,7 @@ class Worker:
         self._outputs.close()
 
     def _report(self, what: str, done: int, total: int) -> None:
-        self._control.send(messages.Progress(what, done, total))
+        self._control.send(supervision.Progress(what, done, total))
 
     def _answer(self, message: messages.WorkerReady | messages.StepOutput) -> None:
         self._outputs.send(codec.encode(message), timeout=self._boot.engine.step_timeout)
@@ -82,7 +82,7 @@ class Worker:
         try:
             while (packet := self._control.receive()) is not None:
                 message: Any = packet[0]
-                if isinstance(message, messages.Shutdown):
+                if isinstance(message, supervision.Shutdown):
                     return True
         except EOFError:
             return True

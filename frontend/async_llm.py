@@ -10,8 +10,9 @@ from typing import Any
 from ..actors.connection import EngineConnection
 from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
 from ..mq.errors import EngineDeadError, InvalidRequestError
-from ..mq.messages import OutputSpec, Progress, Status
+from ..mq.messages import OutputSpec
 from ..mq.sampling_params import SamplingParams
+from ..mq.supervision import Progress, Status
 from .client import EngineClient
 from .handle import RequestHandle
 from .hub import resolve_model

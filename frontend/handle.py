@@ -5,7 +5,9 @@
 2. A choice can be resumed after the last token whose output the caller has. Rendered streams show
    only `Chunk.data`, so there it is the last chunk that had some; what came after it (half a
    character, perhaps a stop string's beginning) is made again. Otherwise every token counts.
-3. A request has *proven* itself when a choice has got further or has ended since it was last sent.
+3. A request has *begun* when something has come of it since it was last sent. It has *proven*
+   itself when a choice has ended since then, or has got PROOF_TOKENS further: more than an engine
+   that dies can take with it, so what killed one at some token has met that token again by then.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from ..mq.errors import (
 from ..mq.messages import Chunk, ErrorInfo, Finish, Generate, Resume, TokensPrompt
 from .mailbox import Mailbox
 
+PROOF_TOKENS = 8
 _TOKEN_BYTES = 4
+_PROOF_BYTES = PROOF_TOKENS * _TOKEN_BYTES
 
 
 class RequestHandle:
@@ -36,6 +40,7 @@ class RequestHandle:
     prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
     mailbox: where its chunks arrive.
     parked, aborting: see client.py's table. accepted: by the tokenizer, since it was last sent.
+    at_large: parked, and yet an older incarnation may still be in the engine.
     strikes, struck_with: see takeover.py; the latter is what had died at the last strike.
     """
 
@@ -44,11 +49,14 @@ class RequestHandle:
         "_discard",
         "_left",
         "_num_unfinished",
+        "_prove_at",
         "_rendered",
         "_resume_at",
         "_waiting",
         "aborting",
         "accepted",
+        "at_large",
+        "begun",
         "emitted",
         "finishes",
         "mailbox",
@@ -75,13 +83,16 @@ class RequestHandle:
         self.prompt_token_ids = b""
         self.parked = parked
         self.aborting = False
+        self.at_large = False
         self.accepted = False
+        self.begun = False
         self.proven = False
         self.strikes = 0
         self.struck_with = ""
         self._num_unfinished = n
         self._rendered = request.output.delta and request.output.form != "raw"
         self._resume_at = [0] * n  # bytes of `emitted`
+        self._prove_at = [_PROOF_BYTES] * n  # likewise
         self._abort = abort
         self._discard = False
         self._left = False
@@ -144,9 +155,11 @@ class RequestHandle:
         )
         emitted += chunk.token_ids
         finish = chunk.finish
+        self.begun = True
         if chunk.data or not self._rendered or finish is not None:
-            self._resume_at[choice] = len(emitted)
-            self.proven = True
+            self._resume_at[choice] = length = len(emitted)
+            if finish is not None or length >= self._prove_at[choice]:
+                self.proven = True
         if finish is None:
             if not self._discard:
                 self.mailbox.put(chunk)
@@ -163,23 +176,27 @@ class RequestHandle:
             self._leave()
         return True
 
-    def park(self) -> None:
+    def park(self, at_large: bool) -> None:
         """Make ready to be handed over again: the next incarnation, from what the caller has."""
+        self.at_large = at_large
+        if self.parked:
+            return
         for emitted, end in zip(self.emitted, self._resume_at, strict=True):
             del emitted[end:]
-        begun = any(self.emitted) or self._num_unfinished < len(self.finishes)
+        has_output = any(self.emitted) or self._num_unfinished < len(self.finishes)
         request = self.request
         self.request = msgspec.structs.replace(
             request,
             incarnation=request.incarnation + 1,
             prompt=TokensPrompt(self.prompt_token_ids) if self.prompt_token_ids else request.prompt,
-            resume=self._resume() if begun else [],
+            resume=self._resume() if has_output else [],
         )
         self.parked = True
 
     def hand_over(self) -> Generate:
         """What is sent now. Nothing of an earlier incarnation counts from here on."""
-        self.parked = self.accepted = self.proven = False
+        self.parked = self.at_large = self.accepted = self.begun = self.proven = False
+        self._prove_at = [place + _PROOF_BYTES for place in self._resume_at]
         return self.request
 
     def end_as_aborted(self) -> None:

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..mq.config import DEFAULT_MODEL
 from ..mq.errors import EngineDeadError, InvalidRequestError
-from ..mq.messages import Status
 from ..mq.sampling_params import SamplingParams
+from ..mq.supervision import Status
 from .async_llm import AsyncLLM
 from .cli.progress import StartProgress
 from .client import EngineClient

@@ -7,10 +7,12 @@ the ledger. What a death does to a request that was sent depends on what died wi
     engine             every request                             yes
     detokenizer        every request                             yes
     tokenizer          one not known to be in the scheduler:     if it was not accepted
-                       not accepted, or not proven (handle.py)
+                       not accepted, or not begun (handle.py)
 
 An exposed request gets its next incarnation, with what its caller has of it, and is parked. (So
 late words of the older one are known for what they are.) One that is aborting is closed instead.
+What was parked by the tokenizer's death may be running all the same: it is *at large*, and exposed
+to the death of the engine or the detokenizer until it is sent again.
 
 Some requests kill engines. They are found by their *strikes*: a death while a request was under
 way is its first one if it had proven itself since it was sent, or if something else had died the
@@ -22,7 +24,9 @@ share its first strike, so they must not share its second. When all is up again,
    has proven itself or has ended.
 
 So of all that have a strike and are not proven, a killer is the only one out when it kills again.
-A request that kills after it has proven itself gets further each time, so that ends as well.
+What can still take an innocent one on trial with it is another killer that has no strike yet: new
+requests don't wait for a trial, which would make everybody wait for the sake of two killers at
+once.
 
 A request that ends here and not in the engine may still have a straggler there (a Generate that was
 under way). So an Abort follows it, as soon as there is somebody to hear it. (If the tokenizer dies
@@ -81,9 +85,10 @@ class Takeover:
         self.last_death = error
         self.on_trial = None  # it wasn't proven, so it is parked or ends now
         self._waiting.clear()
+        unit = _unit(needed[0])
         for handle in ledger:
-            if not handle.parked:
-                self._hit(handle, _unit(needed[0]))
+            if not handle.parked or (handle.at_large and unit != "tokenizer"):
+                self._hit(handle, unit)
         return [handle for handle in ledger if not handle.open]
 
     def regained(self, names: Iterable[str], ledger: Iterable[RequestHandle]) -> None:
@@ -116,7 +121,7 @@ class Takeover:
 
     def _hit(self, handle: RequestHandle, unit: str) -> None:
         just_tokenizer = unit == "tokenizer"
-        exposed = not (just_tokenizer and handle.accepted and handle.proven)
+        exposed = not (just_tokenizer and handle.accepted and handle.begun)
         if handle.aborting:
             self.abort(handle)
             if exposed:
@@ -127,7 +132,7 @@ class Takeover:
                 handle.strikes = handle.strikes + 1 if again else 1
                 handle.struck_with = unit
             if handle.strikes < MAX_STRIKES:
-                handle.park()
+                handle.park(at_large=just_tokenizer)
             else:
                 self._give_up(handle)
 

@@ -65,7 +65,9 @@ class SchedulerCore:
         self._next_stream = count()
         self._in_flight: dict[int, Step] = {}
         self._pings: list[messages.Ping] = []  # that wait for a plan
-        self._lost_clients: set[int] = set()  # of whom a tokenizer may still send something
+        # A client's PeerLost and AbortClient: the first that came, until the other does.
+        self._lost_clients: set[int] = set()
+        self._aborted_clients: set[int] = set()
         self._num_steps = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
@@ -249,15 +251,15 @@ class SchedulerCore:
         self._pings[:] = [ping for ping in self._pings if ping.client != client]
 
     def _client_gone(self, message: messages.AbortClient) -> None:
-        self._lost_clients.discard(message.client)
+        _pair(message.client, self._lost_clients, self._aborted_clients)
         self._abort_client(message.client)
 
     def _lose(self, peer: str) -> None:
         kind, _, number = peer.partition(".")
         if kind == "client":
-            self._lost_clients.add(int(number))
+            _pair(int(number), self._aborted_clients, self._lost_clients)
             self._abort_client(int(number))
-        elif kind == "tokenizer":  # it may have died with an AbortClient unsent
+        elif kind == "tokenizer":  # with whatever AbortClient is still missing
             for client in self._lost_clients:
                 self._abort_client(client)
             self._lost_clients.clear()
@@ -384,3 +386,11 @@ class SchedulerCore:
 
     def _stop_reason(self, token: int) -> int | None:
         return None if token in self._spec.eos_token_ids else token
+
+
+def _pair(client: int, others: set[int], own: set[int]) -> None:
+    """One of two events that come in any order: take the other away, or wait for it."""
+    if client in others:
+        others.discard(client)
+    else:
+        own.add(client)

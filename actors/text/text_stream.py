@@ -8,8 +8,8 @@ A stream is open until it has a `finish`, its one terminal message. It gets one 
 
 and takes no token after that. `take` makes a chunk of what is new since the last one, if one is
 due: with `delta` at once, otherwise after CHECKPOINT_TOKENS. So a client never has to ask for much
-again when an engine dies. Of an incarnation after the first the first token makes a chunk, which
-tells the client that the request has got further than to kill another engine.
+again when an engine dies. After a takeover they come more often, because the client waits to see
+that the request gets on (frontend/takeover.py).
 
 A stream that is `resumed` begins where another one was lost. Its tokens are taken again, and make
 nothing: what they bring back is half a character, what may be a stop string, the number of tokens.
@@ -28,6 +28,7 @@ from .stop_strings import StopStrings
 from .token_decoder import TokenDecoder
 
 CHECKPOINT_TOKENS = 64
+CHECKPOINT_TOKENS_AFTER_TAKEOVER = 8
 _NO_LOGPROBS: tuple[None, list[bytes | None]] = (None, [])
 
 
@@ -65,8 +66,7 @@ class TextStream:
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
         self._renderer = EventRenderer(opened) if output.delta and output.form != "raw" else None
-        # So many new tokens make a chunk.
-        self._chunk_tokens = 1 if output.delta or opened.incarnation else CHECKPOINT_TOKENS
+        self._chunk_tokens = _chunk_tokens(opened)
         self._first_index = 0
         self._ids: list[int] = []
         self._text: list[str] = []
@@ -157,7 +157,6 @@ class TextStream:
             texts,
         )
         self._first_index = self.num_tokens
-        self._chunk_tokens = 1 if opened.output.delta else CHECKPOINT_TOKENS
         self._ids.clear()
         self._text.clear()
         if rows:
@@ -197,6 +196,13 @@ class TextStream:
             stop_reason=stop_reason,
             error=error,
         )
+
+
+def _chunk_tokens(opened: OpenStream) -> int:
+    """How many new tokens make a chunk."""
+    if opened.output.delta:
+        return 1
+    return CHECKPOINT_TOKENS_AFTER_TAKEOVER if opened.incarnation else CHECKPOINT_TOKENS
 
 
 def _pack(token_ids: list[int]) -> bytes:

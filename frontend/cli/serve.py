@@ -12,7 +12,7 @@ import uvloop
 
 from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
-from ...mq import messages
+from ...mq import supervision
 from ...mq.config import EngineConfig, ServerConfig
 from ..http.listener import bind
 from ..hub import resolve_model
@@ -47,7 +47,7 @@ class ConsoleReporter:
         self._model = model
         self._start = start
 
-    def progress(self, actor: str, progress: messages.Progress) -> None:
+    def progress(self, actor: str, progress: supervision.Progress) -> None:
         self._progress.update(actor, progress.what, progress.done, progress.total)
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:

@@ -14,7 +14,8 @@ from aiohttp import web
 from ... import __version__
 from ...mq.config import ModelSpec, ServerConfig
 from ...mq.errors import InvalidRequestError, UnknownModelError
-from ...mq.messages import Message, Prompt, Status
+from ...mq.messages import Message, Prompt
+from ...mq.supervision import Status
 from ..client import EngineClient
 from .errors import errors_as_json, respond
 from .generation import Generation

@@ -21,7 +21,7 @@ from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
 from ringcast.frontend.loop_thread import LoopThread
-from ringcast.mq import codec, messages
+from ringcast.mq import codec, messages, supervision
 from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
 from ringcast.mq.errors import EngineDeadError
 from ringcast.mq.messages import (
@@ -302,20 +302,20 @@ class FakeConnection:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        on_progress: Callable[[str, messages.Progress], None] | None = None,
+        on_progress: Callable[[str, supervision.Progress], None] | None = None,
     ) -> FakeConnection:
         self.launched.append(config)
         if self.refusal is not None:
             raise self.refusal
         assert on_progress is not None
-        on_progress("worker.0", messages.Progress("loading", 1, 2))
+        on_progress("worker.0", supervision.Progress("loading", 1, 2))
         return self
 
     def attach(
         self,
         deliver: Callable[[str, Any], None],
         on_death: Callable[[EngineDeadError], None],
-        on_lost: Callable[[messages.PeersLost], None],
+        on_lost: Callable[[supervision.PeersLost], None],
         on_back: Callable[[list[str]], None],
     ) -> None:
         self.engine.deliver, self.engine.die = deliver, on_death
@@ -365,10 +365,10 @@ class Server:
 def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
     """serve(**ServerConfig's options): the application on a real socket, as its actor runs it."""
 
-    async def status() -> messages.Status:
-        actor = messages.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)
-        edge = messages.EdgeStatus("client.0>tokenizer.0", 1000, 10, 5)
-        return messages.Status([actor], [edge], {"num_running": 2.0})
+    async def status() -> supervision.Status:
+        actor = supervision.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)
+        edge = supervision.EdgeStatus("client.0>tokenizer.0", 1000, 10, 5)
+        return supervision.Status([actor], [edge], {"num_running": 2.0})
 
     @contextlib.asynccontextmanager
     async def serving(**options: Any) -> AsyncIterator[Server]:

@@ -11,8 +11,8 @@ import pytest
 from ringcast.frontend.async_llm import AsyncLLM
 from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import ConfigError, EngineDeadError, InvalidRequestError
-from ringcast.mq.messages import PeersLost
 from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.supervision import PeersLost
 
 TEXT = "Hello, wörld 🌍!"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ringcast.frontend.client import EngineClient
-from ringcast.frontend.handle import RequestHandle
+from ringcast.frontend.handle import PROOF_TOKENS, RequestHandle
 from ringcast.frontend.mailbox import Mailbox
 from ringcast.mq import codec
 from ringcast.mq.config import ModelSpec
@@ -93,23 +93,31 @@ class Reader(Mailbox):
         assert error is not None or all(self.finishes)
 
     @property
-    def progress(self) -> int:
-        return sum(map(len, self.shown)) + sum(finish is not None for finish in self.finishes)
+    def marks(self) -> list[int]:
+        """By choice, the tokens shown, and many more once it has ended."""
+        pairs = zip(self.shown, self.finishes, strict=True)
+        return [len(shown) // 4 + 1000 * (finish is not None) for shown, finish in pairs]
 
 
 @dataclasses.dataclass(eq=False)
 class Asked:
-    """A request as the test knows it. hits: the deaths of `hit_with` that it may have caused."""
+    """A request as the test knows it. hits: the deaths of `hit_with` that it may have caused.
+
+    when_sent: the reader's marks at that time. at_large: parked by a death of the tokenizer alone.
+    """
 
     handle: RequestHandle
     reader: Reader
-    progress_when_sent: int = 0
+    when_sent: list[int] = dataclasses.field(default_factory=list)
+    at_large: bool = False
     hits: int = 0
     hit_with: str = ""
 
     @property
     def proven(self) -> bool:
-        return self.reader.progress > self.progress_when_sent
+        before = self.when_sent or [0] * len(self.reader.shown)
+        marks = self.reader.marks
+        return any(now - was >= PROOF_TOKENS for now, was in zip(marks, before, strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,15 +154,15 @@ class Machine(RuleBasedStateMachine):
             assert asked.handle.open
             assert not asked.handle.aborting
             left = [choice for choice, finish in enumerate(reader.finishes) if finish is None]
-            assert [one.choice for one in message.resume] == (left if reader.progress else [])
-            asked.progress_when_sent = reader.progress
+            assert [one.choice for one in message.resume] == (left if any(reader.marks) else [])
+            asked.when_sent, asked.at_large = reader.marks, False
 
     # --- what callers do
 
     @precondition(lambda self: self.client.num_open < 6)
     @rule(
         output=st.sampled_from(list(OUTPUTS)),
-        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+        lengths=st.lists(st.integers(1, 25), min_size=1, max_size=3),
         bad=st.integers(0, 9),
     )
     def submit(self, output: str, lengths: list[int], bad: int) -> None:
@@ -214,7 +222,7 @@ class Machine(RuleBasedStateMachine):
             self.running[message.request_id] = Running(message, dark, made, dict(made))
 
     @precondition(lambda self: self.running)
-    @rule(number=st.integers(0), count=st.integers(0, 2), visible=st.booleans())
+    @rule(number=st.integers(0), count=st.sampled_from([0, 1, 2, 9]), visible=st.booleans())
     def speak(self, number: int, count: int, visible: bool) -> None:
         choices = [
             (running, choice) for running in self.running.values() for choice in running.made
@@ -272,7 +280,10 @@ class Machine(RuleBasedStateMachine):
         for batch in [[chunk] for chunk in chunks] if split else [chunks]:
             self.client.deliver("detokenizer.0", Chunks(batch))
 
-    @rule(counts=st.lists(st.integers(0, 2), min_size=1, max_size=3), visible=st.booleans())
+    @rule(
+        counts=st.lists(st.sampled_from([0, 1, 2, 9]), min_size=1, max_size=3),
+        visible=st.booleans(),
+    )
     def serve(self, counts: list[int], visible: bool) -> None:
         """A step in peace: all that is under way arrives, and what runs goes on."""
         self.flow()
@@ -327,8 +338,12 @@ class Machine(RuleBasedStateMachine):
         if unit != "engine":
             self.hear(len(self.from_detokenizer) if unit == "detokenizer" else 0, False)
         self.down.add(unit)
+        out = [a for a in self.asked.values() if a.handle.open and not a.handle.parked]
         self.count_hits(unit)
         self.client.lost(UNITS[unit], f"{unit} died")
+        for asked in self.asked.values():
+            asked.at_large = unit == "tokenizer" and (asked in out or asked.at_large)
+            asked.at_large &= asked.handle.parked
         for asked in self.asked.values():
             if asked.hits == 2:
                 assert isinstance(asked.reader.error, PoisonousRequestError)
@@ -345,7 +360,8 @@ class Machine(RuleBasedStateMachine):
         for asked in self.asked.values():
             handle = asked.handle
             sent = handle.open and not handle.parked and not handle.aborting
-            if sent and not (unit == "tokenizer" and handle.accepted):
+            at_large = handle.open and asked.at_large and unit != "tokenizer"
+            if (sent or at_large) and not (unit == "tokenizer" and handle.accepted):
                 again = asked.hit_with == unit and not asked.proven
                 asked.hits, asked.hit_with = asked.hits + 1 if again else 1, unit
 
@@ -395,7 +411,7 @@ class Machine(RuleBasedStateMachine):
             self.flow()
             for running in list(self.running.values()):
                 for choice in list(running.made):
-                    self.go_on(running, choice, 9, True)
+                    self.go_on(running, choice, 25, True)
             self.flow()
         assert all(asked.reader.num_ends == 1 for asked in self.asked.values())
         statistics = self.client.statistics()

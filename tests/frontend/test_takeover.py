@@ -236,9 +236,11 @@ async def test_strikers_go_one_at_a_time_in_the_ledgers_order(engine: Engine) ->
     assert engine.sent[-1] == new.request
     engine.accept(a)
     assert engine.sent[-1] == new.request
-    engine.say(a, 1, [6])
+    engine.say(a, 1, [6] * 7)
+    assert engine.sent[-1] == new.request
+    engine.say(a, 8, [6])
     assert engine.sent[-1] == b.request
-    engine.say(a, 2, [7])
+    engine.say(a, 9, [7])
     assert engine.sent[-1] == b.request
     engine.client.deliver("tokenizer.0", Rejected(b.request_id, 1, ErrorInfo("no", param="prompt")))
     assert engine.sent[-1] == c.request
@@ -250,9 +252,9 @@ async def test_strikers_go_one_at_a_time_in_the_ledgers_order(engine: Engine) ->
 async def test_a_rendered_striker_must_show_something(engine: Engine) -> None:
     a, b = engine.submit(CHAT), engine.submit(CHAT)
     engine.crash(ENGINE)
-    engine.say(a, 0, [5])
+    engine.say(a, 0, [5] * 9)
     assert engine.sent[-1] == a.request
-    engine.say(a, 1, [6], data=b"A")
+    engine.say(a, 9, [6], data=b"A")
     assert engine.sent[-1] == b.request
 
 
@@ -261,7 +263,7 @@ async def test_one_that_kills_twice_is_poisonous_and_the_others_are_not(engine: 
     engine.accept(a, killer, b)
     engine.lose(ENGINE, "worker.0 died of signal 11")
     engine.regain(ENGINE)
-    engine.say(a, 0, [5])
+    engine.say(a, 0, [5] * 8)
     assert engine.sent[-1] == killer.request
     engine.lose(ENGINE, "worker.0 died of signal 6")
     with pytest.raises(PoisonousRequestError) as caught:
@@ -274,7 +276,7 @@ async def test_one_that_kills_twice_is_poisonous_and_the_others_are_not(engine: 
     # A straggler may still be under way to the engine.
     assert again[0] == Abort(killer.request_id, 1)
     assert engine.ids(again) == [a.request_id]
-    engine.say(a, 1, [6], "stop")
+    engine.say(a, 8, [6], "stop")
     assert engine.sent[-1] == b.request
     engine.say(b, 0, [6], "stop")
     assert engine.client.num_open == 0
@@ -286,11 +288,25 @@ async def test_output_between_two_deaths_takes_a_strike_back(engine: Engine) -> 
     for place in range(5):
         engine.crash(ENGINE)
         assert handle.strikes == 1
-        engine.say(handle, place, [place])
+        engine.say(handle, 8 * place, [place] * 8)
     engine.crash(ENGINE)
     assert engine.client.num_open == 1
     engine.lose(["scheduler.0", "worker.0"])
     assert engine.client.num_open == 0
+
+
+async def test_what_the_tokenizer_s_death_parked_may_still_kill(engine: Engine) -> None:
+    killer = engine.submit()
+    engine.accept(killer)
+    engine.lose(TOKENIZER)
+    assert (killer.parked, killer.strikes) == (True, 0)
+    engine.lose(ENGINE)  # by what the scheduler had got before
+    engine.lose(ENGINE)
+    assert (killer.parked, killer.strikes) == (True, 1)
+    engine.regain(TOKENIZER)
+    engine.regain(ENGINE)
+    engine.lose(ENGINE)
+    assert engine.client.statistics()["poisoned"] == 1
 
 
 async def test_deaths_of_different_actors_don_t_make_a_killer(engine: Engine) -> None:

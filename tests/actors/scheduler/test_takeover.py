@@ -232,11 +232,18 @@ def test_what_a_dead_tokenizer_still_sent_for_a_dead_client_ends(make_engine):
     engine.handle(PeerLost(), "tokenizer.0")  # it died with the client's AbortClient
     engine.add("new", range(7), client=1)
     engine.handle(PeerLost(), "tokenizer.0")
+    engine.add("newer", range(7), client=2)
+    engine.handle(messages.AbortClient(2))  # a word of the tokenizer, before the supervisor's
+    engine.handle(PeerLost(), "client.2")
+    engine.add("newest", range(7), client=2)
+    engine.handle(PeerLost(), "tokenizer.0")
     engine.run()
     engine.assert_idle()
     assert engine.end("late").reason == "abort"
     assert engine.output("other") == engine.expected("other")
     assert engine.output("new") == engine.expected("new")
+    assert engine.end("newer").reason == "abort"
+    assert engine.output("newest") == engine.expected("newest")
 
 
 def test_when_the_detokenizer_is_lost_every_stream_ends(make_engine):
