@@ -59,6 +59,8 @@ class _End(abc.ABC):
     # How long to look again and again before sleeping: about what going to sleep and waking costs.
     spin_seconds = 20e-6
 
+    _poller: select.poll | None = None
+
     @abc.abstractmethod
     def fileno(self) -> int: ...
 
@@ -80,9 +82,10 @@ class _End(abc.ABC):
         if self.arm():
             left = deadline - time.monotonic()
             if left > 0:
-                poller = select.poll()
-                poller.register(self.fileno(), select.POLLIN)
-                poller.poll(min(left, 60.0) * 1000)
+                if self._poller is None:
+                    self._poller = select.poll()
+                    self._poller.register(self.fileno(), select.POLLIN)
+                self._poller.poll(min(left, 60.0) * 1000)
         self.disarm()
 
 
