@@ -14,10 +14,10 @@ from typing import Any
 
 import uvloop
 
-from ..mq import messages
+from ..mq import supervision
 from .boot import Boot
 from .control import Control
-from .core import Core, Send
+from .core import Core, PeerLost, Send
 from .links import Links
 
 STATISTICS_SECONDS = 1.0
@@ -57,8 +57,20 @@ class Actor:
 
     def on_control(self, message: Any) -> None:
         """Act on a message of the supervisor."""
-        if isinstance(message, messages.Shutdown):
-            self.stop()
+        match message:
+            case supervision.Shutdown():
+                self.stop()
+            case supervision.PeersLost():
+                self._lose(message)
+            case supervision.PeersBack(names=names):
+                self.links.regain(names)
+                self.on_back(names)
+
+    def on_lost(self, message: supervision.PeersLost) -> None:
+        """Act on a death, after everything that the dead had sent."""
+
+    def on_back(self, names: list[str]) -> None:
+        """Act on the return of peers."""
 
     def statistics(self) -> dict[str, float]:
         """A few named numbers for people to look at."""
@@ -85,6 +97,16 @@ class Actor:
         for send in effects:
             self.links.send(send.to, send.message)
 
+    def _lose(self, message: supervision.PeersLost) -> None:
+        self.links.lose(message.lost)
+        if self.core is not None:
+            now = time.monotonic()
+            for source in message.lost:
+                self.send_all(self.core.handle(source, PeerLost(), now))
+            self.send_all(self.core.flush(now))
+        self.on_lost(message)
+        self.control.send(supervision.PeersForgotten(message.death))
+
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -96,7 +118,7 @@ class Actor:
         try:
             details = await self.start()
             self.links.start()
-            self.control.send(messages.ActorReady(details))
+            self.control.send(supervision.ActorReady(details))
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(task) for task in self.background()]
                 try:
@@ -120,9 +142,9 @@ class Actor:
     async def _publish_statistics(self) -> None:
         last: dict[str, float] = {}
         while True:
-            values = self.statistics()
+            values = {**self.statistics(), "outbox": self.links.num_waiting()}
             if values != last:
-                self.control.send(messages.Statistics(values))
+                self.control.send(supervision.Statistics(values))
                 last = values
             await asyncio.sleep(STATISTICS_SECONDS)
 

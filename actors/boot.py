@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ..mq import messages
+from ..mq import supervision
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import Endpoint
 from ..mq.errors import ConfigError
@@ -66,7 +66,7 @@ def main() -> int:
     # what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control = Control(socket.socket(fileno=boot.control_fd), messages.SupervisorToActor)
+    control = Control(socket.socket(fileno=boot.control_fd), supervision.SupervisorToActor)
     try:
         module, _, name = boot.target.partition(":")
         actor: Any = getattr(importlib.import_module(module), name)(boot, control)
@@ -76,7 +76,7 @@ def main() -> int:
         summary = (
             str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         )
-        failed = messages.ActorFailed(
+        failed = supervision.ActorFailed(
             shorten(summary), shorten(text), isinstance(error, ConfigError)
         )
         control.send(failed)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..mq import messages
+from ..mq import messages, supervision
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.endpoint import Endpoint
 from ..mq.errors import ConfigError, EngineDeadError
@@ -40,9 +40,13 @@ class EngineConnection:
         self._links: Links | None = None
         self._deliver: Callable[[str, Any], None] | None = None
         self._on_death: Callable[[EngineDeadError], None] | None = None
-        self._on_progress: Callable[[str, messages.Progress], None] | None = None
+        self._on_lost: Callable[[supervision.PeersLost], None] | None = None
+        self._on_back: Callable[[list[str]], None] | None = None
+        # What comes before `attach`.
+        self._early: list[supervision.PeersLost | supervision.PeersBack] = []
+        self._on_progress: Callable[[str, supervision.Progress], None] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._status: list[asyncio.Future[messages.Status]] = []
+        self._status: list[asyncio.Future[supervision.Status]] = []
         self._death: Exception | None = None
         self._closed = False
 
@@ -51,7 +55,7 @@ class EngineConnection:
         cls,
         config: EngineConfig,
         spec: ModelSpec,
-        on_progress: Callable[[str, messages.Progress], None] | None = None,
+        on_progress: Callable[[str, supervision.Progress], None] | None = None,
     ) -> EngineConnection:
         """Start a topology and wait until it's ready.
 
@@ -66,7 +70,7 @@ class EngineConnection:
         )
         os.close(order_fd)
         theirs.close()
-        connection = cls(process, Control(ours, messages.SupervisorToActor))
+        connection = cls(process, Control(ours, supervision.SupervisorToActor))
         connection._on_progress = on_progress
         connection._loop.add_reader(ours.fileno(), connection._read_control)
         try:
@@ -77,12 +81,22 @@ class EngineConnection:
         return connection
 
     def attach(
-        self, deliver: Callable[[str, Any], None], on_death: Callable[[EngineDeadError], None]
+        self,
+        deliver: Callable[[str, Any], None],
+        on_death: Callable[[EngineDeadError], None],
+        on_lost: Callable[[supervision.PeersLost], None],
+        on_back: Callable[[list[str]], None],
     ) -> None:
-        """Say who gets the messages, with their source, and who is told if the topology dies."""
+        """Say who gets the messages, with their source, and who is told of deaths: of the topology
+        (`on_death`), of actors that come again (`on_lost`, after the last that they had sent), and
+        of their return (`on_back`)."""
         assert self._links is not None
         self._deliver = deliver
         self._on_death = on_death
+        self._on_lost, self._on_back = on_lost, on_back
+        early, self._early = self._early, []
+        for message in early:
+            self._tell(message)
         self._links.start()
 
     def send(self, to: str, message: messages.Message) -> None:
@@ -92,10 +106,10 @@ class EngineConnection:
         assert self._links is not None
         self._links.send(to, message)
 
-    async def status(self) -> messages.Status:
-        answer: asyncio.Future[messages.Status] = self._loop.create_future()
+    async def status(self) -> supervision.Status:
+        answer: asyncio.Future[supervision.Status] = self._loop.create_future()
         self._status.append(answer)
-        self._control.send(messages.StatusRequest())
+        self._control.send(supervision.StatusRequest())
         return await answer
 
     async def close(self, timeout: float) -> None:
@@ -134,27 +148,44 @@ class EngineConnection:
 
     def _on_message(self, message: Any, fds: list[int]) -> None:
         match message:
-            case messages.Attach(endpoints=encoded):
+            case supervision.Attach(endpoints=encoded):
                 self._links = Links(_with_descriptors(encoded, fds), self._on_batch)
                 for fd in fds:  # the channels' ends have their own by now
                     os.close(fd)
-                self._control.send(messages.ActorReady())
-            case messages.ActorProgress(actor=actor, progress=progress):
+                self._control.send(supervision.ActorReady())
+            case supervision.ActorProgress(actor=actor, progress=progress):
                 if self._on_progress is not None:
                     self._on_progress(actor, progress)
-            case messages.TopologyReady(details=details):
+            case supervision.TopologyReady(details=details):
                 self.details = details
-                self._control.send(messages.Listening("in process"))
+                self._control.send(supervision.Listening("in process"))
                 if not self._ready.done():
                     self._ready.set_result(None)
-            case messages.Status():
+            case supervision.Status():
                 for answer in self._status:
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
-            case messages.PeerDied(error=error, traceback=text, user_error=user_error):
+            case supervision.PeersLost(lost=lost, death=death):
+                assert self._links is not None
+                self._links.lose(lost)
+                self._tell(message)
+                self._control.send(supervision.PeersForgotten(death))
+            case supervision.PeersBack(names=names):
+                assert self._links is not None
+                self._links.regain(names)
+                self._tell(message)
+            case supervision.TopologyFailed(error=error, traceback=text, user_error=user_error):
                 self._die(ConfigError(error) if user_error else EngineDeadError(error, text))
-                self._control.send(messages.Drained())
+                self._control.send(supervision.Drained())
+
+    def _tell(self, message: supervision.PeersLost | supervision.PeersBack) -> None:
+        if self._on_lost is None or self._on_back is None:
+            self._early.append(message)
+        elif isinstance(message, supervision.PeersLost):
+            self._on_lost(message)
+        else:
+            self._on_back(message.names)
 
     def _on_batch(self, batch: list[tuple[str, Any]]) -> None:
         assert self._deliver is not None

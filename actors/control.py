@@ -54,7 +54,9 @@ class Control:
         Raises EOFError when the other side is gone.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET, _MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
         except ConnectionResetError:

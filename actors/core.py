@@ -22,9 +22,16 @@ class Send(NamedTuple):
     message: Any
 
 
+class PeerLost(NamedTuple):
+    """An event: the `source` that it comes with is dead, and all that it sent has been handled.
+
+    Drop what its memory was needed for. A new incarnation may come, which knows nothing.
+    """
+
+
 class Core(Protocol):
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
-        """React to one message from the instance `source`.
+        """React to one message from the instance `source`, or to its PeerLost.
 
         Never raises for anything a user can cause.
         """

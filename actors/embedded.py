@@ -13,15 +13,16 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
 
-from ..mq import messages
+from ..mq import supervision
 from ..mq.config import EngineConfig, ModelSpec
 from .boot import read_fd
 from .control import Control
-from .lifecycle import TellDeath
+from .effects import TellFailed, TellLost
 from .supervisor import Supervisor
 
 
@@ -32,13 +33,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlReporter:
-    """Tells the maker's process. Deaths and readiness reach it as the client that it is."""
+    """Tells the maker's process. Deaths and returns reach it as the client that it is."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    def progress(self, actor: str, progress: messages.Progress) -> None:
-        self._control.send(messages.ActorProgress(actor, progress))
+    def progress(self, actor: str, progress: supervision.Progress) -> None:
+        self._control.send(supervision.ActorProgress(actor, progress))
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         pass
@@ -46,14 +47,20 @@ class ControlReporter:
     def draining(self, timeout: float) -> None:
         pass
 
-    def failed(self, death: TellDeath) -> None:
+    def lost(self, death: TellLost) -> None:
+        pass
+
+    def back(self, names: Sequence[str], seconds: float) -> None:
+        pass
+
+    def failed(self, death: TellFailed) -> None:
         pass
 
 
 def main() -> int:
     order = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = Control(socket.socket(fileno=order.control_fd), messages.ActorToSupervisor)
+    control = Control(socket.socket(fileno=order.control_fd), supervision.ActorToSupervisor)
     supervisor = Supervisor(order.engine, order.spec, ControlReporter(control), external=control)
     code: int = uvloop.run(supervisor.run())
     return code

@@ -11,15 +11,19 @@ outbox isn't bounded here: what can be in it is bounded by the requests that wer
 actor that stopped reading because another doesn't read would, on a cycle of the graph, be a
 deadlock).
 
-A dead peer is the supervisor's business: its channel is left alone here, and what is sent to it is
-dropped. Who waits for an answer is told by the supervisor (PeerDied).
+A dead peer is the supervisor's business, which marks it in its channels. What is sent to it is
+dropped. A receiver whose writer is dead and has been heard to the end is suspended: neither armed
+nor watched, so it costs nothing. `lose` sees to both at once, when the actor is told; `regain`
+takes the suspension back. An actor that starts while a peer is dead meets the mark first and is
+told later, which is as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..mq import codec, messages
@@ -28,6 +32,7 @@ from ..mq.endpoint import Endpoint, open_receiver, open_sender
 from ..mq.errors import PeerDeadError
 
 _BATCH = 256  # records taken from one channel before the others get their turn
+_GLANCE_SECONDS = 1e-3  # between two looks at a dead writer's channel that is not heard out yet
 
 
 class Outbox:
@@ -67,11 +72,36 @@ class Outbox:
         except PeerDeadError:
             return True
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        """Drop what waits."""
         if self._waiting:
             self._loop.remove_reader(self._sender.fileno())
             self._waiting.clear()
+
+    def close(self) -> None:
+        self.forget()
         self._sender.close()
+
+
+class _Inbound:
+    """The receiving end of one channel."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.source = endpoint.peers[0]
+        self.receiver = open_receiver(endpoint)
+        self.decode: codec.Decoder[Any] = codec.Decoder(getattr(messages, endpoint.messages))
+        self.suspended = False
+
+    def take(self) -> list[tuple[str, Any]]:
+        """What has arrived, up to a batch."""
+        batch: list[tuple[str, Any]] = []
+        receive = self.receiver.try_receive
+        try:
+            while len(batch) < _BATCH and (payload := receive()) is not None:
+                batch.append((self.source, self.decode(payload)))
+        except PeerDeadError:
+            self.suspended = not batch  # who has just been heard may be looked at again
+        return batch
 
 
 class Links:
@@ -87,7 +117,7 @@ class Links:
         self._loop = asyncio.get_running_loop()
         self._on_batch = on_batch
         self._outboxes: dict[str, Outbox] = {}
-        self._inbound: list[tuple[str, Receiver, codec.Decoder[Any]]] = []
+        self._inbound: list[_Inbound] = []
         self._scheduled = False
         self._closed = False
         for endpoint in endpoints:
@@ -95,12 +125,12 @@ class Links:
                 target = endpoint.edge.partition(">")[2]
                 self._outboxes[target] = Outbox(open_sender(endpoint), self._loop)
             else:
-                decoder: codec.Decoder[Any] = codec.Decoder(getattr(messages, endpoint.messages))
-                self._inbound.append((endpoint.peers[0], open_receiver(endpoint), decoder))
+                self._inbound.append(_Inbound(endpoint))
 
     def start(self) -> None:
-        for _, receiver, _ in self._inbound:
-            self._loop.add_reader(receiver.fileno(), self._pump)
+        for inbound in self._inbound:
+            if not inbound.suspended:
+                self._loop.add_reader(inbound.receiver.fileno(), self._pump)
         self._pump()
 
     def send(self, to: str, message: messages.Message) -> None:
@@ -114,56 +144,82 @@ class Links:
         """Messages that wait in outboxes."""
         return sum(outbox.num_waiting for outbox in self._outboxes.values())
 
+    def lose(self, names: Collection[str]) -> None:
+        """These are dead: hand everything that they ever sent to `on_batch` (in its place among
+        what others sent), and drop what waits for them.
+
+        May block the loop for a moment, where a transport can't know at once what is still to come.
+        """
+        lost = [inbound for inbound in self._inbound if inbound.source in names]
+        for inbound in lost:
+            self._listen(inbound)  # an incarnation may have come and died without being announced
+        while unheard := [inbound for inbound in lost if not inbound.suspended]:
+            if not self._take_round():
+                if self._closed:
+                    return
+                if all([inbound.receiver.arm() for inbound in unheard]):  # noqa: C419
+                    break  # they live again already
+                time.sleep(_GLANCE_SECONDS)
+        for name in names:
+            if name in self._outboxes:
+                self._outboxes[name].forget()
+        self._schedule()  # nothing is armed now
+
+    def regain(self, names: Collection[str]) -> None:
+        """New incarnations of these are there: listen to them."""
+        for inbound in self._inbound:
+            if inbound.source in names:
+                self._listen(inbound)
+        self._schedule()
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for _, receiver, _ in self._inbound:
-            self._loop.remove_reader(receiver.fileno())
-            receiver.close()
+        for inbound in self._inbound:
+            self._loop.remove_reader(inbound.receiver.fileno())
+            inbound.receiver.close()
         for outbox in self._outboxes.values():
             outbox.close()
+
+    def _listen(self, inbound: _Inbound) -> None:
+        if inbound.suspended:
+            inbound.suspended = False
+            self._loop.add_reader(inbound.receiver.fileno(), self._pump)
 
     def _pump(self) -> None:
         self._scheduled = False
         if self._closed:
             return
-        batch: list[tuple[str, Any]] = []
-        taken: list[Receiver] = []
-        for source, receiver, decode in reversed(self._inbound):
-            receiver.disarm()
-            payloads = _take(receiver)
-            if payloads is None:
-                self._give_up(receiver)
-            elif payloads:
-                taken.append(receiver)
-                batch[:0] = [(source, decode(payload)) for payload in payloads]
-        if batch:
-            self._on_batch(batch)
-            if self._closed:
-                return
-            for receiver in taken:
-                receiver.commit()
-        if self._scheduled:
+        taken = self._take_round()
+        if self._closed or self._scheduled:
             return
         # A list, not a generator: every receiver is to be armed.
-        if batch or not all([receiver.arm() for _, receiver, _ in self._inbound]):  # noqa: C419
+        if taken or not all([i.receiver.arm() for i in self._inbound if not i.suspended]):  # noqa: C419
             # Look again before sleeping, but let the loop's other work in between.
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._pump)
 
-    def _give_up(self, receiver: Receiver) -> None:
-        self._loop.remove_reader(receiver.fileno())
-        receiver.close()
-        self._inbound = [entry for entry in self._inbound if entry[1] is not receiver]
-
-
-def _take(receiver: Receiver) -> list[bytes] | None:
-    """What has arrived, up to a batch; None if the writer is dead and nothing is left."""
-    payloads: list[bytes] = []
-    try:
-        while len(payloads) < _BATCH and (payload := receiver.try_receive()) is not None:
-            payloads.append(payload)
-    except PeerDeadError:
-        return payloads or None
-    return payloads
+    def _take_round(self) -> bool:
+        """Hand on one batch, of what each channel holds. Says whether there was anything."""
+        batch: list[tuple[str, Any]] = []
+        taken: list[Receiver] = []
+        for inbound in reversed(self._inbound):
+            if inbound.suspended:
+                continue
+            inbound.receiver.disarm()
+            if arrived := inbound.take():
+                taken.append(inbound.receiver)
+                batch[:0] = arrived
+            elif inbound.suspended:
+                self._loop.remove_reader(inbound.receiver.fileno())
+        if batch:
+            self._on_batch(batch)
+            if not self._closed:
+                for receiver in taken:
+                    receiver.commit()
+        return bool(batch)

@@ -1,59 +1,53 @@
-"""The supervisor: starts every actor of a topology, sees their deaths, and ends them together.
+"""The supervisor: starts every actor of a topology, sees their deaths, and restarts or ends them.
 
 It has one thread (an actor's PR_SET_PDEATHSIG fires when the thread that started it ends) and makes
-no decisions of its own: they are in `lifecycle.py`. What it holds: per actor a process (watched
-through a pidfd) and a control connection; per channel the segment and bells, which it made before
-the actors and keeps for later incarnations. Whom it tells: a Reporter.
+no decisions of its own: they are in lifecycle.py, and who hangs is in stalls.py. What it holds: per
+actor a process (watched through a pidfd) and a control connection; per channel the segment and
+bells, which it made before the actors and keeps for later incarnations. Whom it tells: a Reporter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ..mq import messages
+from ..mq import messages, segment, socket_folder, supervision
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
-from ..mq.segment import reap
-from . import lifecycle, topology
-from .boot import Boot, memory_fd
+from ..mq.socket_folder import SocketFolder
+from . import effects as fx
+from . import topology
+from .boot import Boot
+from .child import Child
 from .control import Control
-from .lifecycle import Lifecycle, State
-from .linux import describe_exit, usage
+from .lifecycle import Lifecycle
+from .linux import usage
+from .stalls import Position, StallWatch
 
 
 class Reporter(Protocol):
     """Whoever is told how it goes: a terminal, or the process of an `LLM`."""
 
-    def progress(self, actor: str, progress: messages.Progress) -> None: ...
+    def progress(self, actor: str, progress: supervision.Progress) -> None: ...
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None: ...
 
+    def lost(self, death: fx.TellLost) -> None:
+        """Something died and is being restarted. Once for each death."""
+
+    def back(self, names: Sequence[str], seconds: float) -> None:
+        """It has come back, so long after it was lost."""
+
     def draining(self, timeout: float) -> None: ...
 
-    def failed(self, death: lifecycle.TellDeath) -> None: ...
-
-
-class Child:
-    """One actor's process."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], control: Control) -> None:
-        self.name = name
-        self.process = process
-        self.control = control
-        self.pidfd = os.pidfd_open(process.pid)
-        self.state = "starting"
-        self.last_words: messages.ActorFailed | None = None
+    def failed(self, death: fx.TellFailed) -> None: ...
 
 
 class Supervisor:
@@ -80,52 +74,67 @@ class Supervisor:
         self._listener = listener
         self._external = external
         self._counts: dict[str, int] = {}
+        self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
         self._details: dict[str, str | int | float] = {}
+        self._addresses: dict[str, str] = {}
         self._statistics: dict[str, dict[str, float]] = {}
-        self._addresses: list[str] = []
+        self._restarts: dict[str, int] = {}
+        self._lost_at: dict[tuple[str, ...], float] = {}
+        self._num_deaths = 0  # that were reported
+        self._own_statistics: dict[str, float] = {}
+        self._stalls = StallWatch(engine.step_timeout)
 
     async def run(self) -> int:
-        """Start everything, serve until told to stop or until an actor dies, end everything.
+        """Start everything, serve until told to stop or until a death is final, end everything.
 
         Returns the exit code.
         """
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._loop.set_exception_handler(self._on_broken_callback)
-        self._folder = tempfile.mkdtemp(prefix="ringcast-")
-        names = topology.instances(self._counts)
-        clients = [name for name in names if name.startswith("client.")]
-        if self._external is not None:
-            names = [name for name in names if name not in clients]
-        self._life = Lifecycle(
-            names, clients, self._engine.shutdown_timeout if self._server else 0.0
-        )
+        self._life = self._make_lifecycle()
         self._loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         # Ctrl-C reaches the process of an `LLM` too, and there it's that process that decides what
         # it means.
         self._loop.add_signal_handler(
             signal.SIGINT, self._on_signal if self._server else lambda: None
         )
-        startup = self._loop.call_later(self._engine.startup_timeout, self._startup_timed_out)
         try:
             self._make_channels()
-            for name in names:
-                self._start(name)
+            self._apply(self._life.begin(time.monotonic()))
             if self._external is not None:
-                self._attach_external(self._external, clients[0])
+                self._attach_external(self._external, self._external_name)
+            self._watch_stalls()
             return await self._exit
         finally:
-            startup.cancel()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._loop.remove_signal_handler(number)
             self._clean_up()
 
     # Starting
 
+    def _make_lifecycle(self) -> Lifecycle:
+        units = topology.units(self._counts)
+        clients = [name for name in topology.instances(self._counts) if _is_client(name)]
+        external = clients[:1] if self._external is not None else []
+        self._external_name = "".join(external)
+        return Lifecycle(
+            {unit: actors for unit, actors in units.items() if not set(actors) & set(external)},
+            clients,
+            external=external,
+            shutdown_timeout=self._engine.shutdown_timeout if self._server else 0.0,
+            max_restarts=self._engine.max_restarts,
+            startup_timeout=self._engine.startup_timeout,
+            step_timeout=self._engine.step_timeout,
+        )
+
     def _make_channels(self) -> None:
-        reap()
+        segment.reap()
+        socket_folder.reap()
+        if self._engine.transport == "zmq":
+            self._folder = SocketFolder()
         for channel in topology.channels(self._counts):
             owner = ChannelOwner.create(
                 transport=self._engine.transport,
@@ -134,7 +143,7 @@ class Supervisor:
                 readers=channel.readers,
                 messages=channel.messages,
                 ring_bytes=self._engine.ring_bytes,
-                folder=self._folder,
+                folder=self._folder.path if self._folder is not None else "",
             )
             self._owners.append(owner)
 
@@ -146,54 +155,55 @@ class Supervisor:
     def _owners_of(self, name: str) -> list[ChannelOwner]:
         return [owner for owner in self._owners if name in (owner.writer, *owner.readers)]
 
-    def _start(self, name: str) -> None:
-        ours, theirs = Control.pair()
+    def _start(self, names: Sequence[str]) -> None:
+        again = [name for name in names if name in self._children]
+        for name in again:
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+            for owner in self._owners_of(name):
+                if name in owner.readers:
+                    owner.reset(name)
+        for name in again:  # only now: nobody writes into a channel while it's being reset
+            for owner in self._owners_of(name):
+                owner.mark_alive(name)
+        for name in names:
+            self._spawn(name)
+
+    def _spawn(self, name: str) -> None:
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
-        listen_fd = (
-            self._listener.fileno() if self._listener is not None and kind == "client" else -1
-        )
-        boot = Boot(
-            actor=name,
-            target=topology.target(kind),
-            parent_pid=os.getpid(),
-            control_fd=theirs.fileno(),
-            engine=self._engine,
-            spec=self._spec,
-            endpoints=endpoints,
-            counts=self._counts,
-            server=self._server,
-            listen_fd=listen_fd,
-        )
-        boot_fd = memory_fd(msgspec.msgpack.encode(boot))
-        inherited = {boot_fd, theirs.fileno(), *fds, *([listen_fd] if listen_fd >= 0 else [])}
-        command = [sys.executable, "-P", "-m", "ringcast.actors.boot", str(boot_fd)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-        os.close(boot_fd)
-        theirs.close()
-        child = Child(name, process, Control(ours, messages.ActorToSupervisor))
+        listen_fd = -1
+        if self._listener is not None and kind == "client":
+            listen_fd = self._listener.fileno()
+            fds.append(listen_fd)
+
+        def boot(control_fd: int) -> Boot:
+            return Boot(
+                actor=name,
+                target=topology.target(kind),
+                parent_pid=os.getpid(),
+                control_fd=control_fd,
+                engine=self._engine,
+                spec=self._spec,
+                endpoints=endpoints,
+                counts=self._counts,
+                server=self._server,
+                listen_fd=listen_fd,
+            )
+
+        child = Child.spawn(boot, fds)
         self._children[name] = child
         self._loop.add_reader(child.pidfd, self._on_death, child)
         self._loop.add_reader(child.control.fileno(), self._on_control, child)
 
     def _attach_external(self, control: Control, name: str) -> None:
         endpoints, fds = self._endpoints(name)
-        control.send(messages.Attach(msgspec.msgpack.encode(endpoints)), fds)
+        control.send(supervision.Attach(msgspec.msgpack.encode(endpoints)), fds)
         self._loop.add_reader(control.fileno(), self._on_external, control, name)
 
     # Events
 
     def _on_signal(self) -> None:
         self._apply(self._life.stop())
-
-    def _startup_timed_out(self) -> None:
-        if self._life.state is not State.STARTING:
-            return
-        waiting = [child.name for child in self._children.values() if child.state == "starting"]
-        seconds = self._engine.startup_timeout
-        error = f"not ready after {seconds:g} s (--startup-timeout): {', '.join(waiting)}"
-        self._apply(self._life.died(waiting[0], error))
-        self._children[waiting[0]].process.kill()
 
     def _on_control(self, child: Child) -> None:
         try:
@@ -214,123 +224,185 @@ class Supervisor:
     def _on_message(self, name: str, control: Control, message: Any) -> None:
         child = self._children.get(name)
         match message:
-            case messages.Progress():
+            case supervision.Progress():
                 self._reporter.progress(name, message)
-            case messages.ActorReady(details=details):
+            case supervision.ActorReady(details=details):
                 if child is not None:
                     child.state = "ready"
                 self._details |= details
-                self._apply(self._life.ready(name))
-            case messages.Listening(address=address):
-                self._addresses.append(address)
+                self._apply(self._life.ready(name, time.monotonic()))
+            case supervision.Listening(address=address):
+                self._addresses[name] = address
                 self._apply(self._life.listening(name))
-            case messages.Drained():
+            case supervision.Drained():
                 self._apply(self._life.drained(name))
-            case messages.Statistics(values=values):
+            case supervision.PeersForgotten(death=death):
+                self._apply(self._life.forgotten(name, death))
+            case supervision.Statistics(values=values):
                 self._statistics[name] = values
-            case messages.StatusRequest():
+            case supervision.StatusRequest():
                 control.send(self._status())
-            case messages.ActorFailed():
+            case supervision.ActorFailed():
                 if child is not None:
                     child.last_words = message
 
     def _on_death(self, child: Child) -> None:
+        now = time.monotonic()
         self._loop.remove_reader(child.pidfd)
-        os.close(child.pidfd)
         self._on_control(child)  # its last words may still lie in the socket
         self._loop.remove_reader(child.control.fileno())
-        child.control.close()
-        status = child.process.wait()
-        child.state = "dead"
-        for owner in self._owners_of(child.name):
-            owner.mark_dead(child.name)
-        words = child.last_words
-        error = f"{child.name} (pid {child.process.pid}) died: {describe_exit(status)}"
-        if words is not None:
-            error = words.error if words.user_error else f"{error}: {words.error}"
-        self._apply(
-            self._life.died(
-                child.name,
-                error,
-                words.traceback if words is not None else "",
-                words.user_error if words is not None else False,
-            )
-        )
+        child.reap()
+        self._statistics.pop(child.name, None)
+        error, text, user_error = child.describe_death()
+        self._apply(self._life.died(child.name, error, text, user_error, now=now))
+
+    def _on_timer(self, key: str) -> None:
+        self._apply(self._life.timer(key, time.monotonic()))
 
     def _on_broken_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A mistake in this file must end the topology, not leave it half-supervised."""
         if not self._exit.done():
             self._exit.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
+    def _watch_stalls(self) -> None:
+        self._loop.call_later(self._stalls.tick_seconds, self._watch_stalls)
+        away = {name for names in self._lost_at for name in names}  # they aren't listened to yet
+        positions = [
+            Position(owner.name, reader, cursor, published)
+            for owner in self._owners
+            if owner.writer not in away
+            for reader, cursor, published in owner.progress()
+            if reader in self._children and self._children[reader].state == "ready"
+        ]
+        for stall in self._stalls.tick(positions):
+            child = self._children[stall.reader]
+            owner = next(owner for owner in self._owners if owner.name == stall.channel)
+            child.kill(
+                f"{child.name} (pid {child.pid}) hangs: it has read nothing for "
+                f"{stall.seconds:.1f} s (--step-timeout {self._engine.step_timeout:g}) from "
+                f"{owner.describe()}"
+            )
+
     # Effects
 
-    def _apply(self, effects: Sequence[lifecycle.Effect]) -> None:
+    def _apply(self, effects: Sequence[fx.Effect]) -> None:
         for effect in effects:
             match effect:
-                case lifecycle.OpenDoor():
-                    self._tell(self._clients(), messages.TopologyReady(self._details))
-                case lifecycle.Announce():
-                    self._reporter.serving(self._details, self._addresses)
-                case lifecycle.TellDeath():
-                    self._reporter.failed(effect)
-                    died = messages.PeerDied(
-                        effect.actor, effect.error, effect.traceback, effect.user_error
-                    )
-                    self._tell(self._clients(), died)
-                case lifecycle.Drain(timeout=timeout):
-                    self._reporter.draining(timeout)
-                    self._tell(self._clients(), messages.BeginDrain(timeout))
-                case lifecycle.StopAll():
-                    for child in self._alive():
-                        if child.state == "starting":
-                            child.process.kill()  # it may not listen yet, and loses nothing
-                        else:
-                            child.control.send(messages.Shutdown())
-                case lifecycle.KillAll():
-                    for child in self._alive():
-                        child.process.kill()
-                case lifecycle.Deadline(seconds=seconds, generation=generation):
-                    self._loop.call_later(seconds, self._on_deadline, generation)
-                case lifecycle.Exit(code=code):
-                    if not self._exit.done():
-                        self._exit.set_result(code)
+                case fx.Start(actors=actors):
+                    self._start(actors)
+                case fx.Kill(actors=actors):
+                    for child in self._alive(actors):
+                        child.kill()
+                case fx.MarkDead(actors=actors):
+                    for name in actors:
+                        for owner in self._owners_of(name):
+                            owner.mark_dead(name)
+                case fx.TellLost():
+                    self._lost(effect)
+                case fx.TellBack():
+                    self._back(effect)
+                case fx.Timer(seconds=seconds, key=key):
+                    self._loop.call_later(seconds, self._on_timer, key)
+                case _:
+                    self._apply_to_all(effect)
 
-    def _on_deadline(self, generation: int) -> None:
-        self._apply(self._life.deadline_passed(generation))
+    def _apply_to_all(self, effect: fx.Effect) -> None:
+        """What concerns the topology as a whole."""
+        match effect:
+            case fx.OpenDoor(clients=clients):
+                self._tell(clients, supervision.TopologyReady(self._details))
+            case fx.Announce():
+                self._reporter.serving(self._details, list(self._addresses.values()))
+            case fx.Drain(timeout=timeout):
+                self._reporter.draining(timeout)
+                self._tell(self._clients(), supervision.BeginDrain(timeout))
+            case fx.TellFailed(actor=actor, error=error, traceback=text, user_error=user_error):
+                self._reporter.failed(effect)
+                failed = supervision.TopologyFailed(actor, error, text, user_error)
+                self._tell(self._clients(), failed)
+            case fx.StopAll():
+                for child in self._alive():
+                    if child.state == "starting":
+                        child.kill()  # it may not listen yet, and loses nothing
+                    else:
+                        child.control.send(supervision.Shutdown())
+            case fx.KillAll():
+                for child in self._alive():
+                    child.kill()
+            case fx.Exit(code=code):
+                if not self._exit.done():
+                    self._exit.set_result(code)
 
-    def _tell(self, controls: Iterable[Control], message: messages.Message) -> None:
-        for control in controls:
-            control.send(message)
+    def _lost(self, effect: fx.TellLost) -> None:
+        lost = supervision.PeersLost(
+            effect.death, effect.actor, effect.error, effect.traceback, list(effect.lost)
+        )
+        self._tell(effect.to, lost)
+        if effect.death > self._num_deaths:  # not one that somebody is told of later
+            self._num_deaths = effect.death
+            self._own_statistics["last_death_at"] = now = time.monotonic()
+            self._lost_at.setdefault(effect.lost, now)
+            self._reporter.lost(effect)
 
-    def _alive(self) -> list[Child]:
-        return [child for child in self._children.values() if child.state != "dead"]
+    def _back(self, effect: fx.TellBack) -> None:
+        self._tell(effect.to, supervision.PeersBack(list(effect.names)))
+        since = self._lost_at.pop(effect.names, None)
+        if since is not None:
+            now = time.monotonic()
+            self._own_statistics |= {"last_return_at": now, "last_return_seconds": now - since}
+            self._reporter.back(effect.names, now - since)
 
-    def _clients(self) -> list[Control]:
-        inside = [child.control for child in self._alive() if child.name.startswith("client.")]
-        return [*inside, self._external] if self._external is not None else inside
+    def _tell(self, names: Iterable[str], message: messages.Message) -> None:
+        for name in names:
+            if name == self._external_name and self._external is not None:
+                self._external.send(message)
+            elif self._children[name].state == "ready":
+                self._children[name].control.send(message)
 
-    def _status(self) -> messages.Status:
+    def _alive(self, names: Iterable[str] | None = None) -> list[Child]:
+        chosen = self._children if names is None else names
+        return [self._children[name] for name in chosen if self._children[name].state != "dead"]
+
+    def _clients(self) -> list[str]:
+        inside = [name for name in self._children if _is_client(name)]
+        return [*inside, self._external_name] if self._external_name else inside
+
+    def _status(self) -> supervision.Status:
         actors = []
-        for child in self._children.values():
-            cpu, rss = usage(child.process.pid)
-            actors.append(
-                messages.ActorStatus(child.name, child.process.pid, child.state, cpu, rss, 0)
-            )
-        edges = []
-        for owner in self._owners:
-            stats = owner.stats()
-            edges.append(messages.EdgeStatus(owner.name, stats.capacity, stats.used, stats.records))
-        statistics = {
+        for name, child in self._children.items():
+            cpu, rss = usage(child.pid) if child.state != "dead" else (0.0, 0)
+            restarts = self._restarts.get(name, 0)
+            actors.append(supervision.ActorStatus(name, child.pid, child.state, cpu, rss, restarts))
+        return supervision.Status(
+            actors, [_edge_status(owner) for owner in self._owners], self._all_statistics()
+        )
+
+    def _all_statistics(self) -> dict[str, float]:
+        """Times among the supervisor's own are `time.monotonic()`."""
+        own = {**self._own_statistics, "deaths": self._num_deaths}
+        return {
             f"{actor}.{key}": v
-            for actor, values in self._statistics.items()
+            for actor, values in {**self._statistics, "supervisor": own}.items()
             for key, v in values.items()
         }
-        return messages.Status(actors, edges, statistics)
 
     def _clean_up(self) -> None:
         for child in self._alive():  # only after an exception of our own
-            child.process.kill()
-            child.process.wait()
+            child.kill()
+            child.reap()
         for owner in self._owners:
             owner.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
+
+
+def _is_client(name: str) -> bool:
+    return name.startswith("client.")
+
+
+def _edge_status(owner: ChannelOwner) -> supervision.EdgeStatus:
+    stats = owner.stats()
+    seconds, laggards = owner.full()
+    return supervision.EdgeStatus(
+        owner.name, stats.capacity, stats.used, stats.records, seconds, laggards
+    )

@@ -1,9 +1,10 @@
 """The process graph: which actors there are, how many, who talks to whom. Only here is it known.
 
 A row names the actor's class by dotted string, so that nothing is imported before its own process
-needs it. An edge goes from every instance of its source to the instances of its target: "each"
-gives every pair a channel of its own, "broadcast" gives every source one channel that all targets
-read. `channels()` writes the graph out.
+needs it. Its unit is what is restarted together: when one of an engine's processes dies, the others
+have nothing left to work on. An edge goes from every instance of its source to the instances of its
+target: "each" gives every pair a channel of its own, "broadcast" gives every source one channel
+that all targets read. `channels()` writes the graph out.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import msgspec
 
 
 class ActorRow(msgspec.Struct, frozen=True):
-    """kind: the actor's name; target: "module:class" of its shell."""
+    """kind: the actor's name; target: "module:class" of its shell; unit: what it's restarted
+    with."""
 
     kind: str
     target: str
+    unit: str
 
 
 class EdgeRow(msgspec.Struct, frozen=True):
@@ -29,11 +32,11 @@ class EdgeRow(msgspec.Struct, frozen=True):
 
 # In starting order: the slowest to become ready comes first.
 ACTORS = (
-    ActorRow("worker", "ringcast.actors.worker:Worker"),
-    ActorRow("client", "ringcast.frontend.http.actor:ApiServer"),
-    ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer"),
-    ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer"),
-    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler"),
+    ActorRow("worker", "ringcast.actors.worker:Worker", "engine"),
+    ActorRow("client", "ringcast.frontend.http.actor:ApiServer", "client"),
+    ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer", "tokenizer"),
+    ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", "detokenizer"),
+    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", "engine"),
 )
 
 EDGES = (
@@ -60,6 +63,16 @@ class Channel(msgspec.Struct, frozen=True):
 def instances(counts: dict[str, int]) -> list[str]:
     """All actors' names, in starting order."""
     return [f"{row.kind}.{i}" for row in ACTORS for i in range(counts.get(row.kind, 1))]
+
+
+def units(counts: dict[str, int]) -> dict[str, tuple[str, ...]]:
+    """What is restarted together, by its name: {"engine.0": ("worker.0", "scheduler.0"), ...}."""
+    out: dict[str, tuple[str, ...]] = {}
+    for row in ACTORS:
+        for i in range(counts.get(row.kind, 1)):
+            unit = "engine.0" if row.unit == "engine" else f"{row.unit}.{i}"
+            out[unit] = (*out.get(unit, ()), f"{row.kind}.{i}")
+    return out
 
 
 def target(kind: str) -> str:

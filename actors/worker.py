@@ -7,12 +7,13 @@ sleeps on two bells: the plans' and the supervisor's.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from typing import Any
 
 from ..executor.runner import make_runner
-from ..mq import codec, messages
+from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
 from ..mq.errors import PeerDeadError
@@ -46,18 +47,17 @@ class Worker:
         runner = make_runner(boot.engine, boot.spec, rank)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
-        self._control.send(messages.ActorReady(runner.details()))
-        try:
+        self._control.send(supervision.ActorReady(runner.details()))
+        # The scheduler's death is its whole unit's: the supervisor is about to kill us.
+        with contextlib.suppress(PeerDeadError):
             while (payload := self._next_plan()) is not None:
                 self._answer(runner.execute(self._decode(payload)))
                 self._plans.commit()
-        except PeerDeadError:
-            self._wait_for_end()
         self._plans.close()
         self._outputs.close()
 
     def _report(self, what: str, done: int, total: int) -> None:
-        self._control.send(messages.Progress(what, done, total))
+        self._control.send(supervision.Progress(what, done, total))
 
     def _answer(self, message: messages.WorkerReady | messages.StepOutput) -> None:
         self._outputs.send(codec.encode(message), timeout=self._boot.engine.step_timeout)
@@ -78,21 +78,11 @@ class Worker:
             if self._ended():
                 return None
 
-    def _wait_for_end(self) -> None:
-        """The scheduler is dead.
-
-        That is the supervisor's business, and so is what becomes of us.
-        """
-        only_control = select.poll()
-        only_control.register(self._control.fileno(), select.POLLIN)
-        while not self._ended():
-            only_control.poll()
-
     def _ended(self) -> bool:
         try:
             while (packet := self._control.receive()) is not None:
                 message: Any = packet[0]
-                if isinstance(message, messages.Shutdown):
+                if isinstance(message, supervision.Shutdown):
                     return True
         except EOFError:
             return True

@@ -10,9 +10,11 @@ from typing import Any
 from ..actors.connection import EngineConnection
 from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
 from ..mq.errors import EngineDeadError, InvalidRequestError
-from ..mq.messages import OutputSpec, Progress, Status
+from ..mq.messages import OutputSpec
 from ..mq.sampling_params import RequestOutputKind, SamplingParams
-from .client import EngineClient, RequestHandle
+from ..mq.supervision import Progress, Status
+from .client import EngineClient
+from .handle import RequestHandle
 from .hub import resolve_model
 from .outputs import RequestBuilder, RequestOutput
 from .prompts import ReadPrompt, UserPrompt, chat_prompt, read_prompt
@@ -170,7 +172,12 @@ class AsyncLLM:
             spec = await asyncio.to_thread(self.resolve)
         connection = await EngineConnection.launch(config, spec, self._progressed)
         client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs, config.seed)
-        connection.attach(client.deliver, client.fail_all)
+        connection.attach(
+            client.deliver,
+            client.fail_all,
+            lambda message: client.lost(message.lost, message.error),
+            client.regained,
+        )
         self._connection, self._client = connection, client
 
     def _found(self, what: str, done: int, total: int) -> None:

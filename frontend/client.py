@@ -1,19 +1,36 @@
 """The ledger of a client's requests: what was asked and emitted, and who waits. No transport.
 
-1. A request is open from `submit` until every one of its choices has had its one terminal: a
-   Finish, the request's Rejected, or the death of the engine (`fail_all`).
-2. Aborting ends nothing by itself. It asks the engine, and the entry stays as a tombstone until the
-   engine has answered, so that a late chunk is known for what it is. The caller need not wait.
-3. A choice's tokens are counted. A chunk whose tokens have been seen, one of another incarnation,
-   and one of a request that isn't open are dropped; one that leaves a gap is a broken invariant.
+1. A request is in the ledger from `submit` until every one of its choices has had its one terminal:
+   a Finish, the request's Rejected, or an end that the client itself gives it.
+2. Aborting what the engine has ends nothing by itself. It asks the engine, and the entry stays as a
+   tombstone until the engine has answered, so that a late chunk is known for what it is. The caller
+   need not wait. What is parked, or has died with its engine, is closed here at once, each open
+   choice with a Finish("abort").
+3. What has been seen, what is of another incarnation, and what is of a request that isn't in the
+   ledger is dropped.
 
-    state      submit   chunk           last Finish   Rejected        abort      engine died
-    open       -        to the caller   closed        closed, raises  aborting   closed, raises
-    aborting   -        to the caller   closed        closed, raises  -          closed, raises
-    closed     -        dropped         dropped       dropped         -          -
+The states of a request, and what is done at an event:
 
-What arrives for a caller waits in a Mailbox, which several requests can share (a batch of prompts
-has one reader).
+    parked     to be sent when all is up again: it came while something was down, or something died
+               under it. With a strike it waits for its trial besides.
+    open       sent, and the engine works on it
+    on trial   as open, and the others with a strike wait until it has shown that it harms nobody
+    aborting   to be ended, and the engine has not answered yet
+    closed     out of the ledger
+
+    event                      parked             open, on trial             aborting
+    all is up                  open, or on trial  -                          -
+    chunk of this incarnation  -                  to the caller              to the caller
+    the last Finish            -                  closed                     closed
+    Rejected                   -                  closed, raises             closed, raises
+    abort                      closed             aborting                   -
+    died, and it is exposed    -                  parked; closed and raises  closed
+                                                  as poisonous
+    died, and it is not        -                  -                          -; the Abort goes again
+    `fail_all`                 closed, raises     closed, raises             closed, raises
+
+Who is exposed to a death, who is poisonous and how the trial goes is in takeover.py; where an
+output is resumed in handle.py.
 """
 
 from __future__ import annotations
@@ -23,198 +40,31 @@ import copy
 import random
 import time
 import uuid
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ..mq.config import ModelSpec
-from ..mq.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestFailedError,
-    RingcastError,
-)
+from ..mq.errors import EngineDeadError, OverloadedError, RingcastError
 from ..mq.messages import (
-    Abort,
     Accepted,
-    Chunk,
     Chunks,
-    ErrorInfo,
-    Finish,
+    ClientToTokenizer,
     Generate,
     Message,
     OutputSpec,
+    Ping,
     Prompt,
     Rejected,
 )
 from ..mq.sampling_params import SamplingParams
+from .handle import RequestHandle, error_of
+from .mailbox import Mailbox
+from .pulse import Pulse
+from .takeover import Takeover
 
 TOKENIZER = "tokenizer.0"
-_TOKEN_BYTES = 4
-
-
-class Mailbox:
-    """Chunks that have arrived for one waiting task. Ends when each of its requests has."""
-
-    __slots__ = ("_error", "_items", "_waiter", "num_open")
-
-    def __init__(self) -> None:
-        self.num_open = 0
-        self._items: list[Chunk] = []
-        self._error: RingcastError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def take(self) -> list[Chunk]:
-        """All chunks that wait, or the next one; nothing at the end.
-
-        Raises the first error of any of its requests, once what came before it has been taken.
-        """
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            if not self.num_open:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items = self._items
-        self._items = []
-        return items
-
-    def put(self, chunk: Chunk) -> None:
-        self._items.append(chunk)
-        self._wake()
-
-    def close_one(self, error: RingcastError | None = None) -> None:
-        self.num_open -= 1
-        if error is not None and self._error is None:
-            self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
-class RequestHandle:
-    """A request in the ledger. Iterate over it for its chunks; leaving its `with` block aborts it.
-
-    request: what was sent to the engine, the drawn seed included.
-    emitted: by choice, the token ids handed to the caller so far (i32 bytes).
-    finishes: by choice, its terminal, once it has come.
-    prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
-    mailbox: where its chunks arrive.
-    """
-
-    __slots__ = (
-        "_client",
-        "_discard",
-        "_left",
-        "_num_unfinished",
-        "_waiting",
-        "aborting",
-        "emitted",
-        "finishes",
-        "mailbox",
-        "prompt_token_ids",
-        "request",
-    )
-
-    def __init__(self, client: EngineClient, request: Generate, mailbox: Mailbox) -> None:
-        n = request.params.n
-        self.request = request
-        self.mailbox = mailbox
-        self.emitted = [bytearray() for _ in range(n)]
-        self.finishes: list[Finish | None] = [None] * n
-        self.aborting = False
-        self.prompt_token_ids = b""
-        self._num_unfinished = n
-        self._client = client
-        self._discard = False
-        self._left = False
-        self._waiting: list[Chunk] = []
-        mailbox.num_open += 1
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def open(self) -> bool:
-        return self._num_unfinished > 0
-
-    def abort(self) -> None:
-        """Ask the engine to end this request: each choice still open gets a Finish("abort")."""
-        self._client.abort(self)
-
-    def discard(self) -> None:
-        """Abort, and drop what still arrives."""
-        self._discard = True
-        self.abort()
-
-    def __aiter__(self) -> RequestHandle:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if not self._waiting:
-            self._waiting = await self.mailbox.take()
-            self._waiting.reverse()
-        if not self._waiting:
-            raise StopAsyncIteration
-        return self._waiting.pop()
-
-    def __enter__(self) -> RequestHandle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.discard()
-
-    def accept(self, chunk: Chunk) -> bool:
-        """Take a chunk into the ledger and hand it on; False if it is a duplicate."""
-        choice = chunk.choice
-        emitted = self.emitted[choice]
-        place = chunk.first_index * _TOKEN_BYTES
-        if self.finishes[choice] is not None or place < len(emitted):
-            return False
-        assert place == len(emitted), (
-            f"{self.request_id}: tokens before {chunk.first_index} are missing"
-        )
-        emitted += chunk.token_ids
-        finish = chunk.finish
-        if finish is None:
-            if not self._discard:
-                self.mailbox.put(chunk)
-            return True
-        self.finishes[choice] = finish
-        self._num_unfinished -= 1
-        if finish.reason == "error":
-            # One choice has failed, so the request has: the others are not needed any more.
-            self._leave(error_of(finish.error))
-            self.discard()
-        elif not self._discard:
-            self.mailbox.put(chunk)
-        if not self._num_unfinished:
-            self._leave()
-        return True
-
-    def fail(self, error: RingcastError) -> None:
-        self._num_unfinished = 0
-        self._leave(error)
-
-    def _leave(self, error: RingcastError | None = None) -> None:
-        if not self._left:
-            self._left = True
-            self.mailbox.close_one(error)
+_DRAINING = "the server is shutting down and takes no new requests"
 
 
 class EngineClient:
@@ -239,8 +89,10 @@ class EngineClient:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.draining = False
         self.dead: EngineDeadError | None = None
-        self._send = send
+        self._send_to = send
         self._ledger: dict[str, RequestHandle] = {}
+        self._takeover = Takeover(self._send)
+        self._pulse = Pulse(lambda number: self._send(Ping(index, number)))
         self._prefix = uuid.uuid4().hex[:8]
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
@@ -249,7 +101,7 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine holds: running, waiting, or aborted and not yet acknowledged."""
+        """Requests in the ledger: running, waiting, parked, or aborted and not yet acknowledged."""
         return len(self._ledger)
 
     @property
@@ -266,9 +118,10 @@ class EngineClient:
         cache_salt: str = "",
         mailbox: Mailbox | None = None,
     ) -> RequestHandle:
-        """Send a request to the engine. Without `output`, each choice is one raw chunk at its end.
+        """Send a request to the engine, at once or when all of it is up again.
 
-        Raises OverloadedError when the engine is full or drains, and EngineDeadError.
+        Without `output`, each choice comes as raw chunks, few and large. Raises OverloadedError
+        when the engine is full or drains, and EngineDeadError.
         """
         self._refuse_if_unable()
         if params.seed is None:
@@ -283,19 +136,27 @@ class EngineClient:
             arrival=time.monotonic(),
             cache_salt=cache_salt,
         )
-        self._send(TOKENIZER, request)
-        handle = RequestHandle(self, request, mailbox or Mailbox())
+        parked = bool(self._takeover.down)
+        if not parked:
+            self._send(request)
+        handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
         self._ledger[request.request_id] = handle
         return handle
 
     def abort(self, handle: RequestHandle) -> None:
-        if handle.open and not handle.aborting:
-            handle.aborting = True
-            self._send(TOKENIZER, Abort(handle.request_id, handle.request.incarnation))
+        if not handle.open or handle.aborting:
+            return
+        handle.aborting = True
+        self._takeover.abort(handle)
+        if handle.parked:
+            handle.end_as_aborted()
+            self._close(handle)
 
     def deliver(self, source: str, message: Message) -> None:
-        """Take in a message of the engine's: Chunks, Accepted or Rejected."""
+        """Take in a message of the engine's: Chunks, Accepted, Rejected or Ping."""
         if isinstance(message, Chunks):
+            self._pulse.beat()
+            takeover = self._takeover
             for chunk in message.chunks:
                 handle = self._ledger.get(chunk.request_id)
                 if (
@@ -306,23 +167,41 @@ class EngineClient:
                     self._num_dropped += 1
                 elif chunk.finish is not None and not handle.open:
                     self._close(handle)
-            return
-        if isinstance(message, Accepted):
+                elif handle is takeover.on_trial and handle.proven:
+                    takeover.settle(handle)
+        elif isinstance(message, Ping):
+            self._pulse.beat()
+        else:
+            assert isinstance(message, Accepted | Rejected), f"{source} sent {message!r}"
             handle = self._ledger.get(message.request_id)
-            if handle is not None and handle.request.incarnation == message.incarnation:
+            if handle is None or handle.request.incarnation != message.incarnation:
+                self._num_dropped += 1
+            elif isinstance(message, Accepted):
                 handle.prompt_token_ids = message.prompt_token_ids
+                handle.accepted = True
+            else:
+                handle.fail(error_of(message.error))
+                self._close(handle)
+
+    def lost(self, names: Sequence[str], error: str) -> None:
+        """These actors have died, and all that they had sent has been delivered."""
+        if self.dead is not None:
             return
-        assert isinstance(message, Rejected), f"{source} sent a {type(message).__name__}"
-        handle = self._ledger.get(message.request_id)
-        if handle is None or handle.request.incarnation != message.incarnation:
-            self._num_dropped += 1
-            return
-        handle.fail(error_of(message.error))
-        self._close(handle)
+        for handle in self._takeover.lost(names, error, self._ledger.values()):
+            self._close(handle)
+        if self._takeover.down:
+            self._pulse.stop()
+
+    def regained(self, names: Sequence[str]) -> None:
+        """New incarnations of these actors are ready."""
+        if self.dead is None:
+            self._takeover.regained(names, self._ledger.values())
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every open request raises `error`, and every further `submit`."""
         self.dead = error
+        self._takeover.stop()
+        self._pulse.stop()
         for handle in list(self._ledger.values()):
             handle.fail(copy.copy(error))
             self._close(handle)
@@ -334,45 +213,65 @@ class EngineClient:
             self._idle.append(waiter)
             await waiter
 
+    async def trouble(self, seconds: float) -> RingcastError | None:
+        """Why a request that came now might not be served; None if it would be.
+
+        Waits up to `seconds` for an engine that has been silent.
+        """
+        if (known := self._known_trouble()) is not None:
+            return known
+        alive = await self._pulse.check(seconds)
+        known = self._known_trouble()  # there may be some by now
+        if known is None and not alive:
+            return OverloadedError(f"the engine has not answered for {seconds:g} s")
+        return known
+
     def statistics(self) -> dict[str, float]:
-        """dropped: chunks and rejections seen before, or of requests that aren't open."""
+        """dropped: what was seen before, or is of requests or incarnations that aren't open.
+
+        takeovers: requests handed over again after a death, each time. parked: those that wait now.
+        """
         return {
             "open": len(self._ledger),
             "requests": self._num_submitted,
             "dropped": self._num_dropped,
+            "takeovers": self._takeover.num_takeovers,
+            "parked": sum(handle.parked for handle in self._ledger.values()),
+            "poisoned": self._takeover.num_poisoned,
         }
+
+    def _known_trouble(self) -> RingcastError | None:
+        if self.dead is not None:
+            return self.dead
+        if self.draining:
+            return OverloadedError(_DRAINING)
+        if down := self._takeover.down:
+            names = ", ".join(sorted(down))
+            return OverloadedError(f"{names} will be started again: {self._takeover.last_death}")
+        return None
 
     def _refuse_if_unable(self) -> None:
         if self.dead is not None:
             raise copy.copy(self.dead)
         if self.draining:
-            raise OverloadedError("the server is shutting down and takes no new requests")
+            raise OverloadedError(_DRAINING)
         if not self.room:
             raise OverloadedError(
                 f"{self.num_open} requests are running or waiting, "
                 "as many as max_num_queued_reqs allows"
             )
 
+    def _send(self, message: ClientToTokenizer) -> None:
+        self._send_to(TOKENIZER, message)
+
     def _close(self, handle: RequestHandle) -> None:
         del self._ledger[handle.request_id]
+        self._takeover.settle(handle)
         if not self._ledger:
             for waiter in self._idle:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle.clear()
-
-
-def error_of(info: ErrorInfo | None) -> RingcastError:
-    """What the engine said, as an exception with its `status`, `param` and `code`."""
-    if info is None:
-        return RequestFailedError("the request failed inside the engine")
-    if info.status == OverloadedError.status:
-        return OverloadedError(info.message)
-    if info.status >= 500:
-        return RequestFailedError(info.message)
-    error = InvalidRequestError(info.message, param=info.param, code=info.code)
-    error.status = info.status
-    return error
 
 
 def _addressed(output: OutputSpec | None, client: int) -> OutputSpec:

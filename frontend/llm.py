@@ -14,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..mq.config import DEFAULT_MODEL
 from ..mq.errors import EngineDeadError, InvalidRequestError
-from ..mq.messages import Status
 from ..mq.sampling_params import SamplingParams
+from ..mq.supervision import Status
 from .async_llm import AsyncLLM
 from .cli.progress import StartProgress
-from .client import EngineClient, Mailbox
+from .client import EngineClient
 from .loop_thread import LoopThread
+from .mailbox import Mailbox
 from .outputs import RequestBuilder, RequestOutput
 from .prompts import ReadPrompt, UserPrompt, chat_prompt, is_one_prompt, read_prompt
 

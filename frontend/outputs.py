@@ -7,7 +7,7 @@ import dataclasses
 from ..actors.text.logprob_rows import LogprobRow, unpack_rows
 from ..mq import codec
 from ..mq.messages import Chunk, Finish
-from .client import RequestHandle
+from .handle import RequestHandle
 
 
 @dataclasses.dataclass(slots=True)

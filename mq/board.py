@@ -18,9 +18,14 @@ messages flow lie on cache lines of their own.
     4      64 bytes       reader i writes byte i  writer, after publishing: which readers sleep
     5 + i  CURSOR         reader i, per commit    writer: everything before this may be overwritten
            READER_PID     reader i, when opening  writer and owner, for messages
+           RESETS         owner, at a reset       writer: reader i begins anew, so do its records
 
 Positions (PUBLISHED, WANTED, CURSOR) count bytes since the channel was made and only grow; they
-never wrap.
+never wrap (2**64 bytes take 58 years at 10 GB/s). CURSOR has a second writer: the owner moves it at
+a reset, when reader i is dead and the writer at rest.
+
+RECORDS is for people: a writer that is killed between storing it and PUBLISHED leaves it one too
+high.
 """
 
 from __future__ import annotations
@@ -86,6 +91,21 @@ class Board:
     def reader_pid(self, reader: int) -> int:
         """The process that opened this reader last; 0 if none has."""
         return self.words[self.cursors[reader] + 1]
+
+    def resets(self) -> list[int]:
+        """How often each reader has been reset."""
+        return [self.words[cursor + 2] for cursor in self.cursors]
+
+    def reset(self, reader: int) -> None:
+        """Let this reader's next incarnation begin at what is published from now on."""
+        cursor = self.cursors[reader]
+        self.words[cursor] = self.words[PUBLISHED]
+        self.words[cursor + 2] += 1
+
+    def progress(self) -> list[tuple[int, int]]:
+        """Each reader's (CURSOR, PUBLISHED)."""
+        # In this order, or the cursor could be beyond.
+        return [(self.words[cursor], self.words[PUBLISHED]) for cursor in self.cursors]
 
     def stats(self) -> ChannelStats:
         cursor = self.slowest()  # before PUBLISHED, or the difference could be negative

@@ -9,10 +9,13 @@
 3. A record that `try_send` refused (False) is not sent. Offer the same payload again to go on with
    it, or another one, and the refused one is never received. (A record larger than a ring is on its
    way in parts by then: the same payload goes on where it stopped, another makes readers forget
-   it.)
+   it, and so does a reader's death, after which it begins anew.)
 4. A reader's place advances only at `commit()`: what was received and not committed is received
-   again by the reader's next incarnation (where the transport keeps it: rings do; see each file).
-   Commit after acting on what was received. Only a commit makes space for the writer.
+   again by the reader's next incarnation, or an error says that it is lost (of a transport that
+   doesn't keep it; see each file), *unless the owner reset it*: then the next incarnation gets what
+   was sent after the reset, all of it, and nothing from before. Commit after acting on what was
+   received, and before waiting for more: only a commit or a reset makes space for the writer, and
+   the next record may need all of it.
 5. The slowest reader bounds the writer: nothing is ever dropped.
 6. Sleeping: `fileno()` is a descriptor that becomes readable when there may be something to do (a
    record for a receiver, space for a sender). It is only rung for an end that said it will sleep:
@@ -22,7 +25,8 @@
    refused a record.
 7. Death: when the other side is known to be dead, a sender raises PeerDeadError at once (with
    several readers: when any is dead), and a receiver raises it once everything sent has been
-   received. Both go on when the supervisor says that the other side is alive again.
+   received. A record that met PeerDeadError is not sent, to no reader. Both go on when the
+   supervisor says that the other side is alive again.
 8. `close()` may be called any number of times; anything else after it raises ChannelClosed. Closing
    an end tells the other side nothing: the supervisor decides who is dead.
 
@@ -55,6 +59,8 @@ class _End(abc.ABC):
     # How long to look again and again before sleeping: about what going to sleep and waking costs.
     spin_seconds = 20e-6
 
+    _poller: select.poll | None = None
+
     @abc.abstractmethod
     def fileno(self) -> int: ...
 
@@ -76,9 +82,10 @@ class _End(abc.ABC):
         if self.arm():
             left = deadline - time.monotonic()
             if left > 0:
-                poller = select.poll()
-                poller.register(self.fileno(), select.POLLIN)
-                poller.poll(min(left, 60.0) * 1000)
+                if self._poller is None:
+                    self._poller = select.poll()
+                    self._poller.register(self.fileno(), select.POLLIN)
+                self._poller.poll(min(left, 60.0) * 1000)
         self.disarm()
 
 

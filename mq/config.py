@@ -120,6 +120,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to end at SIGTERM")
     ] = 30.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="restarts in a row of what dies within a second of being ready; "
+            "0: any death ends everything",
+        ),
+    ] = 5
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

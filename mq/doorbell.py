@@ -7,7 +7,6 @@ someone rings it; it does not say why. When to ring and when to sleep is told in
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 
@@ -30,9 +29,10 @@ class Doorbell:
         return self._fd
 
     def ring(self) -> None:
-        # The counter is full after 2**64 - 2 rings; it is readable then, which is all that matters.
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.eventfd_write(self._fd, 1)
+        except BlockingIOError:
+            return  # the counter is full after 2**64 - 2 rings; it is readable then, and that's all
 
     def drain(self) -> bool:
         """Silence the bell. Says whether it had been rung."""

@@ -9,6 +9,7 @@ and an endpoint can be opened again.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .segment import Segment
 SENDERS = {"ring": ".ring:RingSender", "zmq": ".zmq_channel:ZmqSender"}
 RECEIVERS = {"ring": ".ring:RingReceiver", "zmq": ".zmq_channel:ZmqReceiver"}
 
-_LONGEST_PATH = 100  # of a Unix socket, with room for the reader's number (107 in all)
+_LONGEST_PATH = 95  # of a Unix socket, with room for two numbers (107 in all)
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +36,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     edge: the channel's name. messages: its union in messages.py. peers: the instances on the other
     side. reader: which of `num_readers` readers this is (0 for the writer). address: where the
-    readers of a ZeroMQ channel bind. fds: the segment, this end's bell, then the bells of the other
-    side.
+    readers of a ZeroMQ channel bind (zmq_channel.py). fds: the segment, this end's bell, then the
+    bells of the other side.
     """
 
     edge: str
@@ -146,13 +147,13 @@ class ChannelOwner(BoardOwner):
     def close(self) -> None:
         super().close()
         self._segment.close()
-        for reader in range(len(self.readers) if self.address else 0):
+        for path in glob.glob(f"{glob.escape(self.address)}.*") if self.address else ():
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.address}.{reader}")
+                os.unlink(path)
 
 
 def _socket_path(folder: str) -> str:
-    """Where the readers' sockets go: reader i at this path and ".i"."""
+    """Where the readers' sockets go: reader i, reset n times, at this path and ".i.n"."""
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.stat(folder).st_mode & 0o077:
         raise ConfigError(f"others than its owner may enter {folder}; make it mode 0700")

@@ -21,7 +21,8 @@ a late ring is a spurious wake-up and no more, and somebody who is killed betwee
 taken nothing away.
 
 Death is the owner's to declare: it writes the mark and then rings everyone, asleep or not, so this
-needs no fence.
+needs no fence. It also wakes whoever the dead would have rung: a writer that is killed after its
+record is published and before it has rung, or a reader after its commit, owes a wake-up.
 """
 
 from __future__ import annotations
@@ -76,17 +77,21 @@ class BoardSender(Sender):
             raise ChannelClosed(f"{self.edge}: this sender is closed")
 
     def _check_peers(self) -> None:
+        """Raise if this end is closed or a reader is dead: then what was refused is forgotten."""
         self._check()
         if self._words[DEAD_READERS]:  # marked by the owner
+            self._wanted = self._words[FULL_SINCE] = 0
             names = self._board.dead_readers(self._readers)
             raise PeerDeadError(f"{self.edge}: {names} is dead")
 
     def _slowest(self) -> int:
-        return self._board.slowest()  # each CURSOR is published in the reader's commit
+        return self._board.slowest()  # each CURSOR is published in BoardReceiver.commit
 
     def _has_room(self, end: int) -> bool:
         """Whether the channel may hold what ends at `end`. Remembers what is waited for if not."""
         self._limit = self._slowest() + self._capacity
+        if WEAK:
+            order()  # the looking before the overwriting
         if end <= self._limit:
             return True
         if not self._wanted:
@@ -96,16 +101,16 @@ class BoardSender(Sender):
 
     def _publish(self, end: int) -> None:
         words = self._words
-        words[RECORDS] = self._records
+        words[RECORDS] = self._records  # read by the owner
         if WEAK:
             order()  # the record before its publication
-        words[PUBLISHED] = end  # read in the receiver's try_receive and arm
+        words[PUBLISHED] = end  # loaded in the receiver's try_receive and arm
         self._position = end
         if self._wanted:
             self._wanted = words[FULL_SINCE] = 0
         with FENCE:  # pairs with the one in BoardReceiver.arm
             pass
-        if WEAK or any(self._sleepers):  # each byte is set in BoardReceiver.arm
+        if WEAK or any(self._sleepers):  # each byte is stored in BoardReceiver.arm and disarm
             self._ring()
 
     def _ring(self) -> None:
@@ -122,7 +127,7 @@ class BoardSender(Sender):
         words = self._words
         if not self._wanted:
             return False
-        words[WANTED] = self._wanted  # read in BoardReceiver.commit
+        words[WANTED] = self._wanted  # loaded in BoardReceiver.commit
         with FENCE:  # pairs with the one in BoardReceiver.commit
             pass
         if self._slowest() >= self._wanted or words[DEAD_READERS]:
@@ -187,10 +192,11 @@ class BoardReceiver(Receiver):
 
     def _waiting(self) -> bool:
         """Whether there may be a record to receive."""
-        return self._words[PUBLISHED] != self._position  # published in BoardSender._publish
+        return self._words[PUBLISHED] != self._position  # stored in BoardSender._publish
 
     def commit(self) -> None:
-        self._check()
+        if self._closed:
+            self._check()
         position = self._position
         if position == self._committed:
             return
@@ -198,10 +204,10 @@ class BoardReceiver(Receiver):
         words = self._words
         if WEAK:
             order()  # the reading before the giving up
-        words[self._cursor] = position  # read in BoardSender._slowest
+        words[self._cursor] = position  # loaded in BoardSender._slowest
         with FENCE:  # pairs with the one in BoardSender.arm
             pass
-        wanted = words[WANTED]  # set in BoardSender.arm
+        wanted = words[WANTED]  # stored in BoardSender.arm and disarm
         if WEAK or (wanted and position >= wanted):
             self._writer_bell.ring()
 
@@ -212,7 +218,7 @@ class BoardReceiver(Receiver):
     def arm(self) -> bool:
         self._check()
         sleepers = self._board.sleepers
-        sleepers[self._reader] = 1  # read in BoardSender._publish
+        sleepers[self._reader] = 1  # loaded in BoardSender._publish
         with FENCE:  # pairs with the one in BoardSender._publish
             pass
         if self._waiting() or self._words[WRITER_DEAD]:

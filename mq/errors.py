@@ -7,6 +7,7 @@ RingcastError
 │   └── ModelLoadError                 a model's files missing, truncated or unknown
 ├── OverloadedError                    refused for now, try later: HTTP 503
 ├── RequestFailedError                 an accepted request failed in the engine: HTTP 500
+│   └── PoisonousRequestError          it seems to kill engines, and is not tried again
 ├── EngineDeadError                    an actor died; ends with the child's own traceback
 └── ChannelError
     ├── ChannelTimeout                 a deadline passed; names the edge and who is slow
@@ -56,6 +57,10 @@ class OverloadedError(RingcastError):
 
 class RequestFailedError(RingcastError):
     status = 500
+
+
+class PoisonousRequestError(RequestFailedError):
+    """Actors died twice while this request was under way, and nothing came of it in between."""
 
 
 class EngineDeadError(RingcastError):

@@ -3,7 +3,7 @@
 For tests, simulations and engines that live in one process. The ends may be used from different
 threads. The capacity is in bytes, and each record counts 16 more than its size; one that is larger
 than the capacity is taken when everything before it is committed. What a reader has not committed
-stays in its queue, so its next incarnation gets it.
+stays in its queue, so its next incarnation gets it, unless the owner's reset emptied it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class InprocChannel(BoardOwner):
         self._memory = bytearray(board_bytes(len(readers)))
         super().__init__(name, writer, readers, Board.format(self._memory, capacity, len(readers)))
         self._queues: list[deque[bytes]] = [deque() for _ in readers]
+
+    def reset(self, instance: str) -> None:
+        self._queues[self.readers.index(instance)].clear()
+        super().reset(instance)
 
     def sender(self) -> InprocSender:
         return InprocSender(self)

@@ -2,19 +2,21 @@
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
-    client -> tokenizer       Generate, Abort
+    client -> tokenizer       Generate, Abort, Ping
     tokenizer -> client       Accepted, or Rejected (the request goes no further)
-    tokenizer -> scheduler    AddRequest, AbortRequest (in order: no abort overtakes its request)
+    tokenizer -> scheduler    AddRequest, AbortRequest, AbortClient, Ping (in order: no abort
+                              overtakes its request)
     scheduler -> workers      StepPlan (broadcast; only what changed)
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
-    scheduler -> detokenizer  OpenStream, StreamStep
+    scheduler -> detokenizer  OpenStream, StreamStep, Ping
     detokenizer -> scheduler  StopStream (a stop string was found)
-    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish)
+    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping
 
 A *client* is whatever holds the ledger of requests: an API server, or the process that made an
 `LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
 a number that the scheduler gives out. An *incarnation* counts how often a request has been handed
-to an engine, so that late results of an older one are recognised and dropped.
+to an engine, so that late results of an older one are recognised and dropped. A *takeover* hands it
+over again after a death, with the output that its client has already (`Resume`).
 
 Arrays travel as raw little-endian bytes: see `codec.pack` and `codec.ints`. `i32[N]` below is such
 a field. Every time is `time.monotonic()` in seconds (one host, one clock).
@@ -77,7 +79,8 @@ class OutputSpec(Message):
     form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render
         each delta into `Chunk.data` as the bytes of one server-sent event of OpenAI's
         chat.completion.chunk or text_completion.
-    delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end.
+    delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end, and
+        before that one now and then, so that little is lost with an engine (see TextStream).
     index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
         request).
     null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
@@ -93,8 +96,19 @@ class OutputSpec(Message):
     null_usage: bool = False
 
 
+class Resume(Message):
+    """A choice that goes on where an engine died: these of its output tokens the client has."""
+
+    choice: int
+    token_ids: bytes  # i32[E]
+
+
 class Generate(Message, tag="generate"):
-    """A new request. `params.seed` is set: the client draws one where the user gave none."""
+    """A request. `params.seed` is set: the client draws one where the user gave none.
+
+    resume: at a takeover, every choice that is still open; those not named here have ended. Empty
+        for a request of which nothing has come yet: all its choices begin at their beginning.
+    """
 
     request_id: str
     incarnation: int
@@ -103,6 +117,7 @@ class Generate(Message, tag="generate"):
     output: OutputSpec
     arrival: float
     cache_salt: str = ""
+    resume: list[Resume] = []
 
 
 class Abort(Message, tag="abort"):
@@ -115,7 +130,18 @@ class Abort(Message, tag="abort"):
     incarnation: int
 
 
-ClientToTokenizer = Generate | Abort
+class Ping(Message, tag="ping"):
+    """Asks whether the engine works. It goes the way of a request and comes back to its client.
+
+    The scheduler passes it on when a step has ended that was sent after it arrived (with nothing to
+    compute, an empty one).
+    """
+
+    client: int
+    number: int
+
+
+ClientToTokenizer = Generate | Abort | Ping
 
 
 # --- tokenizer -> client, tokenizer -> scheduler ------------------------------------------------
@@ -158,6 +184,7 @@ class AddRequest(Message, tag="add"):
     arrival: float
     cache_salt: str = ""
     bad_words: list[bytes] = []  # i32[length of the word] each
+    resume: list[Resume] = []  # as in Generate
 
 
 class AbortRequest(Message, tag="abort"):
@@ -165,7 +192,13 @@ class AbortRequest(Message, tag="abort"):
     incarnation: int
 
 
-TokenizerToScheduler = AddRequest | AbortRequest
+class AbortClient(Message, tag="abort_client"):
+    """A client has died: end all its requests. Comes after everything that it had sent."""
+
+    client: int
+
+
+TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping
 
 
 # --- scheduler <-> workers ----------------------------------------------------------------------
@@ -279,7 +312,8 @@ WorkerToScheduler = WorkerReady | StepOutput
 class OpenStream(Message, tag="open"):
     """Choice `choice` of a request will speak as `stream`.
 
-    Sent for each choice before its first StreamStep.
+    Sent for each choice before its first StreamStep. resumed: the first tokens of its output, which
+    the client has: they are not sent again, and the first StreamStep's token_index follows them.
     """
 
     stream: int
@@ -289,6 +323,7 @@ class OpenStream(Message, tag="open"):
     num_prompt_tokens: int
     params: SamplingParams
     output: OutputSpec
+    resumed: bytes = b""  # i32[E]
 
 
 class StreamEnd(Message):
@@ -324,7 +359,7 @@ class StreamStep(Message, tag="step"):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-SchedulerToDetokenizer = OpenStream | StreamStep
+SchedulerToDetokenizer = OpenStream | StreamStep | Ping
 
 
 class StopStream(Message, tag="stop"):
@@ -382,130 +417,4 @@ class Chunks(Message, tag="chunks"):
     chunks: list[Chunk]
 
 
-DetokenizerToClient = Chunks
-
-
-# --- control: supervisor <-> every actor (a socket pair that is also the lifeline) ---------------
-
-
-class Progress(Message, tag="progress"):
-    """How far a slow start has come, for progress bars."""
-
-    what: str
-    done: int
-    total: int
-
-
-class ActorReady(Message, tag="ready"):
-    """This actor does its work from now on.
-
-    `details` are shown to the user (for a worker: dtype, blocks, ...).
-    """
-
-    details: dict[str, str | int | float] = {}
-
-
-class ActorFailed(Message, tag="failed"):
-    """Sent last by an actor that ends with an exception."""
-
-    error: str
-    traceback: str
-    user_error: bool = False
-
-
-class Drained(Message, tag="drained"):
-    """A client has no request left, after BeginDrain."""
-
-
-class Listening(Message, tag="listening"):
-    """A client answers TopologyReady: it now takes requests, at `address`."""
-
-    address: str
-
-
-class StatusRequest(Message, tag="status?"):
-    """Asks for a Status."""
-
-
-class Statistics(Message, tag="statistics"):
-    """A few named numbers that an actor publishes about itself, once a second while it works."""
-
-    values: dict[str, float]
-
-
-ActorToSupervisor = (
-    Progress | ActorReady | ActorFailed | Listening | Drained | StatusRequest | Statistics
-)
-
-
-class BeginDrain(Message, tag="drain"):
-    """Accept nothing new; answer Drained when all has ended, or was aborted at the deadline."""
-
-    timeout: float
-
-
-class Shutdown(Message, tag="shutdown"):
-    """End now: close channels and exit 0."""
-
-
-class PeerDied(Message, tag="peer_died"):
-    """An actor has died: whatever waits for it fails with this text. Clients answer Drained."""
-
-    actor: str
-    error: str
-    traceback: str
-    user_error: bool = False
-
-
-class ActorStatus(Message):
-    name: str
-    pid: int
-    state: str
-    cpu_seconds: float
-    rss_bytes: int
-    restarts: int
-
-
-class EdgeStatus(Message):
-    name: str
-    capacity: int
-    used: int
-    records: int
-
-
-class Status(Message, tag="status"):
-    actors: list[ActorStatus]
-    edges: list[EdgeStatus]
-    statistics: dict[str, float]
-
-
-class TopologyReady(Message, tag="topology_ready"):
-    """To clients: every actor is ready, open the door.
-
-    `details` are those of the workers' ActorReady.
-    """
-
-    details: dict[str, str | int | float] = {}
-
-
-class Attach(Message, tag="attach"):
-    """To the client that is the process of an `LLM`, not the supervisor's child: its ends of the
-    channels.
-
-    endpoints is a MessagePack list of mq.endpoint.Endpoint; their descriptors come along
-    (SCM_RIGHTS), in order.
-    """
-
-    endpoints: bytes
-
-
-class ActorProgress(Message, tag="actor_progress"):
-    """An actor's Progress, passed on to the process of an `LLM`."""
-
-    actor: str
-    progress: Progress
-
-
-SupervisorToActor = (
-    BeginDrain | Shutdown | PeerDied | Status | TopologyReady | Attach | ActorProgress
-)
+DetokenizerToClient = Chunks | Ping

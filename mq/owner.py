@@ -1,7 +1,8 @@
 """The owner of a channel: keeps its board and its bells while writers and readers come and go.
 
 Who is dead is the owner's to say. It writes the mark and rings everyone's bell, so that whoever
-sleeps looks.
+sleeps looks. What becomes of what the dead have not read is the owner's to say, too: `reset` before
+a new incarnation, or nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +41,29 @@ class BoardOwner:
         for bell in self.bells:
             bell.ring()
 
+    def reset(self, instance: str) -> None:
+        """Let the next incarnation of a reader begin with what is sent from now on.
+
+        Only while that reader is dead, and the writer is dead too or has said that it knows: it has
+        met PeerDeadError and sends nothing until the mark is taken back.
+        """
+        self._board.reset(self.readers.index(instance))
+        self.bells[0].ring()  # a writer that waits for space has some now
+
+    def progress(self) -> list[tuple[str, int, int]]:
+        """(reader, its cursor, what is published): of whoever doesn't read, the cursor stands still
+        before what is published."""
+        cursors = self._board.progress()
+        return [(name, *at) for name, at in zip(self.readers, cursors, strict=True)]
+
     def stats(self) -> ChannelStats:
         return self._board.stats()
+
+    def full(self) -> tuple[float, str]:
+        """For how many seconds nothing more has fitted, and who has not read what; (0.0, "") if
+        what is to be sent fits."""
+        seconds = self._board.full_seconds()
+        return (seconds, self._board.laggards(self.readers)) if seconds else (0.0, "")
 
     def describe(self) -> str:
         """One line for people: how full, for how long nothing has fitted, who has not read how

@@ -22,11 +22,12 @@ the beginning, its header never does.
 4. A FIRST part in place of a next one says that the rest will never come (the sender turned to
    another record, or died): readers forget what they had. A next part without a FIRST says that an
    earlier incarnation of this reader died with the beginning: the record is skipped, and
-   CorruptRecordError says so, once.
+   CorruptRecordError says so, once. (After a reset that can't be: the sender begins anew.)
 
 Order: the record's stores come before PUBLISHED's, and the loads of PUBLISHED before the record's;
-likewise the copying out before the store of CURSOR, and its load before overwriting. x86 keeps
-these orders; fence.py says what does elsewhere.
+likewise the copying out before the store of CURSOR, and its load before overwriting. On x86 the
+processor keeps these orders, and it is tested; elsewhere `order()` does, and it is argued. fence.py
+has the whole table.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class RingSender(BoardSender):
         self._part = (board.capacity // 4 & -16) - HEADER
         self._unfinished: bytes | None = None  # a record that is on its way in parts
         self._sent = 0  # how much of it
+        self._resets: list[int] = []  # how often readers had been reset when it began
 
     def try_send(self, payload: bytes) -> bool:
         if self._closed or self._words[DEAD_READERS]:
@@ -84,8 +86,9 @@ class RingSender(BoardSender):
         return True
 
     def _send_parts(self, payload: bytes) -> bool:
-        if payload != self._unfinished:
-            self._unfinished, self._sent = payload, 0
+        resets = self._board.resets()  # who was reset meanwhile has not got the parts before
+        if payload != self._unfinished or resets != self._resets:
+            self._unfinished, self._sent, self._resets = payload, 0, resets
         view, total = memoryview(payload), len(payload)
         while self._sent < total:
             size = min(self._part, total - self._sent)
@@ -115,6 +118,10 @@ class RingSender(BoardSender):
         else:
             self._memory[begin : self._end] = payload[:fits]
             self._memory[self._begin : self._begin + size - fits] = payload[fits:]
+
+    def _check_peers(self) -> None:
+        self._unfinished = None
+        super()._check_peers()
 
     def close(self) -> None:
         super().close()
@@ -165,16 +172,20 @@ class RingReceiver(BoardReceiver):
 
     def _look(self) -> bool:
         """Whether there is something new to read."""
-        dead = self._words[WRITER_DEAD]  # before PUBLISHED: what it sent before dying is there
-        published = self._words[PUBLISHED]  # published in BoardSender._publish
+        words = self._words
+        published = words[PUBLISHED]  # stored in BoardSender._publish
+        if published == self._position:
+            if not words[WRITER_DEAD]:  # stored by the owner
+                return False
+            if WEAK:
+                order()  # the death before what was published until then
+            published = words[PUBLISHED]
+            if published == self._position:
+                raise self._dead()
         if WEAK:
             order()  # the publication before the record
-        if published != self._position:
-            self._published = published
-            return True
-        if dead:
-            raise self._dead()
-        return False
+        self._published = published
+        return True
 
     def _join(self, flags: int, part: bytes, alone: bool) -> bytes | None:
         """One part more: the record if it was the last. `alone`: nothing before it is

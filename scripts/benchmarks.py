@@ -19,6 +19,9 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import bench_faults
+import bench_mq
+
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = Path(__file__).resolve().parent / "peers"
 MODEL = "smollm2-135m-instruct"
@@ -156,9 +159,9 @@ def serving(args: argparse.Namespace) -> None:
         pids = {"supervisor": server.pid, **{actor["name"]: actor["pid"] for actor in actors}}
         print(f"PSS when ready, MB: {_megabytes(pids)}")
         before = sum(_cpu_seconds(pid) for pid in pids.values())
-        time.sleep(15)
+        time.sleep(30)
         used = sum(_cpu_seconds(pid) for pid in pids.values()) - before
-        print(f"idle for 15 s: {100 * used / 15:.2f} % of one core, all processes together")
+        print(f"idle for 30 s: {100 * used / 30:.2f} % of one core, all processes together")
         for _ in range(args.rounds):
             print(f"16 x 100 in, 64 out over HTTP: {_concurrent(args.port, 16, 64):.0f} out tok/s")
         print(f"PSS after that, MB: {_megabytes(pids)}")
@@ -232,33 +235,59 @@ def refuse_untested() -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["decode", "startup", "serving", "size"])
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--cells", default="1x32x128,8x32x128", help="batch x tokens in x tokens out, by commas"
     )
+    parser.add_argument(
+        "--option", action="append", default=[], help="name=json, an option of `LLM`"
+    )
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        help="passed on to Ringcast (decode: name=json; startup: a flag)",
-    )
-    parser.add_argument(
-        "--untested",
-        action="store_true",
-        help="measure although the tests haven't passed on this tree",
-    )
+    parser.add_argument("--option", action="append", default=[], help="a flag of `ringcast serve`")
+
+
+BENCHMARKS = {
+    "mq": (bench_mq.run, bench_mq.add_arguments),
+    "faults": (bench_faults.run, bench_faults.add_arguments),
+    "decode": (decode, add_decode_arguments),
+    "startup": (startup, add_server_arguments),
+    "serving": (serving, add_server_arguments),
+    "size": (size, lambda parser: None),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parsers = parser.add_subparsers(dest="benchmark", required=True)
+    for name, (run, add_arguments) in BENCHMARKS.items():
+        about = (run.__doc__ or sys.modules[run.__module__].__doc__ or "").strip()
+        own = parsers.add_parser(
+            name,
+            help=about.splitlines()[0],
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(own)
+        own.add_argument(
+            "--untested",
+            action="store_true",
+            help="measure although the tests haven't passed on this tree",
+        )
     args = parser.parse_args()
     if not args.untested:
         refuse_untested()
-    versions = {
-        name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")
-    }
-    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {versions}")
-    {"decode": decode, "startup": startup, "serving": serving, "size": size}[args.benchmark](args)
+    run, _ = BENCHMARKS[args.benchmark]
+    if run.__module__ == __name__:
+        versions = {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")
+        }
+        print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {versions}")
+    run(args)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from ringcast.mq.sampling_params import SamplingParams
 class InProcessEngine:
     """Runs requests to their end.
 
-    `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each,
-    `prompt_logprobs[request_id]` their parts as they came.
+    `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each; of a request
+    that was taken over, those of its last incarnation. `prompt_logprobs[request_id]` are their
+    parts as they came.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -39,22 +40,28 @@ class InProcessEngine:
         prompt: list[int],
         params: SamplingParams,
         bad_words: Sequence[Sequence[int]] = (),
+        incarnation: int = 0,
+        resume: dict[int, list[int]] | None = None,
     ) -> None:
+        """resume: at a takeover, the output so far of each choice that goes on."""
         request = messages.AddRequest(
             request_id,
-            0,
+            incarnation,
             codec.pack(prompt),
             params,
             messages.OutputSpec(0),
             arrival=float(self._now()),
             bad_words=[codec.pack(word) for word in bad_words],
+            resume=[
+                messages.Resume(choice, codec.pack(tokens))
+                for choice, tokens in (resume or {}).items()
+            ],
         )
         self._dispatch(self.scheduler.handle("tokenizer.0", request, self._now()))
 
-    def abort(self, request_id: str) -> None:
-        self._dispatch(
-            self.scheduler.handle("tokenizer.0", messages.AbortRequest(request_id, 0), self._now())
-        )
+    def abort(self, request_id: str, incarnation: int = 0) -> None:
+        message = messages.AbortRequest(request_id, incarnation)
+        self._dispatch(self.scheduler.handle("tokenizer.0", message, self._now()))
 
     def step(self) -> None:
         plans = self._dispatch(self.scheduler.flush(self._now()))
@@ -85,12 +92,20 @@ class InProcessEngine:
             match send.message:
                 case messages.StepPlan():
                     plans.append(send.message)
-                case messages.OpenStream(stream=stream, request_id=request_id, choice=choice):
-                    self._streams[stream] = (request_id, choice)
-                    self.tokens.setdefault(request_id, {})[choice] = []
+                case messages.OpenStream():
+                    self._open(send.message)
                 case messages.StreamStep():
                     self._read(send.message)
         return plans
+
+    def _open(self, opened: messages.OpenStream) -> None:
+        key = (opened.request_id, opened.choice)
+        self._streams = {stream: known for stream, known in self._streams.items() if known != key}
+        self._streams[opened.stream] = key
+        self.tokens.setdefault(opened.request_id, {})[opened.choice] = codec.ints(
+            opened.resumed
+        ).tolist()
+        self.ends.pop(key, None)
 
     def _read(self, step: messages.StreamStep) -> None:
         for part in step.prompt_logprobs:
@@ -103,11 +118,14 @@ class InProcessEngine:
             codec.ints(step.token_ids),
         )
         for stream, index, token in zip(*(array.tolist() for array in arrays), strict=True):
+            if stream not in self._streams:  # of an older incarnation
+                continue
             request_id, choice = self._streams[stream]
             tokens = self.tokens[request_id][choice]
             assert len(tokens) == index
             tokens.append(token)
         for end in step.ends:
-            key = self._streams[end.stream]
-            assert key not in self.ends
-            self.ends[key] = end
+            key = self._streams.get(end.stream)
+            if key is not None:
+                assert key not in self.ends
+                self.ends[key] = end

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,11 +20,18 @@ RINGCAST = str(Path(sys.executable).parent / "ringcast")
 
 
 class Server:
-    """A running server. `stderr` has been read up to the ready line."""
+    """A running server. said: what it has written to stderr since the ready line."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        self.said = ""
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        for line in self.process.stderr:
+            self.said += line
 
     def get(self, path: str) -> dict:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
@@ -53,20 +61,31 @@ class Server:
                 if line.startswith(b"data: "):
                     yield line[6:].decode().strip()
 
+    def actors(self) -> dict[str, dict]:
+        return {actor["name"]: actor for actor in self.get("/status")["actors"]}
+
     def pids(self) -> dict[str, int]:
-        return {actor["name"]: actor["pid"] for actor in self.get("/status")["actors"]}
+        return {name: actor["pid"] for name, actor in self.actors().items()}
+
+    def all_ready(self) -> bool:
+        """Whether all actors are ready; False also while nobody answers."""
+        try:
+            return all(actor["state"] == "ready" for actor in self.actors().values())
+        except OSError:
+            return False
 
     def statistics(self) -> dict[str, float]:
         return self.get("/status")["statistics"]
 
     def end(self, number: int = signal.SIGINT, timeout: float = 20) -> tuple[int, str]:
-        """Send a signal; the exit status and what was still said on stderr."""
+        """Send a signal; the exit status and what was said on stderr since the ready line."""
         self.process.send_signal(number)
         return self.wait(timeout)
 
     def wait(self, timeout: float = 20) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=timeout)
-        return self.process.returncode, said
+        status = self.process.wait(timeout)
+        self._listening.join(timeout)
+        return status, self.said
 
 
 def command(model: Path | str, *options: str) -> list[str]:
@@ -78,12 +97,13 @@ def serve(model: Path | str, *options: str, **env: str) -> Iterator[Server]:
     process = subprocess.Popen(
         command(model, *options), stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
     )
-    said = []
+    said, server = [], None
     try:
         for line in process.stderr:
             said.append(line)
             if found := re.search(r"ready in .* at (http://\S+)/v1", line):
-                yield Server(process, found[1])
+                server = Server(process, found[1])
+                yield server
                 break
         else:
             raise AssertionError(f"exit {process.wait()} before it was ready: {''.join(said)}")
@@ -95,6 +115,8 @@ def serve(model: Path | str, *options: str, **env: str) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if server is not None:
+            server.wait()
         process.stderr.close()
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -61,8 +60,8 @@ def test_a_bad_prompt_costs_nobody_else_anything(model):
         assert llm.generate("fine", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
-def test_llm_says_why_an_engine_died(model):
-    with LLM(str(model), **options()) as llm:
+def test_llm_says_why_an_engine_died_that_is_not_to_be_restarted(model):
+    with LLM(str(model), **options(max_restarts=0)) as llm:
         worker = next(a for a in llm.status().actors if a.name == "worker.0")
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"worker\.0 .*SIGKILL"):
@@ -134,55 +133,6 @@ def test_sigterm_lets_running_requests_end(model):
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert server.wait()[0] == 0
-
-
-@pytest.mark.parametrize(
-    "victim", ["worker.0", "scheduler.0", "tokenizer.0", "detokenizer.0", "client.0"]
-)
-def test_after_any_death_everything_ends(model, victim):
-    with serve(model, *FAKE, "--load-format", "dummy", **SLOW) as server:
-        name = server.get("/v1/models")["data"][0]["id"]
-        pids = server.pids()
-        answers = []
-
-        def ask():
-            try:
-                answers.append(
-                    list(
-                        server.stream(
-                            "/v1/completions", {"model": name, "prompt": "a", "max_tokens": 400}
-                        )
-                    )
-                )
-            except OSError as error:  # an API server's own death ends its connections
-                answers.append([repr(error)])
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        until(lambda: server.statistics().get("scheduler.0.running"))
-        os.kill(pids[victim], signal.SIGKILL)
-        status, said = server.wait()
-        asking.join(10)
-        assert status == 1
-        assert f"{victim} (pid {pids[victim]}) died: signal SIGKILL" in said
-        assert len(answers) == 1
-        if victim != "client.0":
-            assert "died" in answers[0][-1]
-        assert all(gone(pid) for pid in pids.values())
-
-
-def test_a_worker_that_hangs_is_named(model):
-    options = (*FAKE, "--load-format", "dummy", "--step-timeout", "1")
-    with serve(model, *options, **SLOW) as server:
-        name = server.get("/v1/models")["data"][0]["id"]
-        pids = server.pids()
-        stream = server.stream("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 400})
-        assert next(stream)
-        os.kill(pids["worker.0"], signal.SIGSTOP)
-        *_, last = stream
-        assert "a worker hangs" in last
-        assert server.wait()[0] == 1
-        assert all(gone(pid) for pid in pids.values())
 
 
 def test_nothing_survives_the_supervisor(model):

@@ -1,20 +1,25 @@
 """The scheduler's core: requests in, step plans to the workers, tokens and ends to the detokenizer.
 
     AddRequest     opens a stream for each choice. The first choice waits for a row and blocks, the
-                   others for its prefill.
+                   others for its prefill. At a takeover only choices that are resumed have streams.
+                   Each waits for itself, and goes on behind its output.
     StepOutput     gives each sampled sequence its token. The first token of a request's first
                    choice lets the others fork.
     StopStream     ends a stream after so many tokens.
-    AbortRequest   ends what is open of a request.
+    AbortRequest   ends what is open of a request, in this or an older incarnation.
+    AbortClient    ends what is open of a client's requests. So does a lost client.
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
+    Ping           waits for the next plan, and goes on when that step's output is back.
 
 Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
-a newer incarnation are aborted. What arrives for something that is no more (an
-abort, a stop, a token of a row given up) is dropped.
+a newer incarnation are aborted. What arrives for something that is no more (an abort, a stop, a
+token of a row given up) is dropped. When the detokenizer is lost, all streams are aborted: their
+clients come again. Its next incarnation may hear that: a scheduler that has just started is told of
+older deaths late, and may have opened streams for stragglers by then.
 
 At a flush all tokens and ends go out as one StreamStep, and one plan at most: a step is planned
 when fewer than `max_steps_in_flight` are out. A sequence whose next token is still in flight is not
-part of a plan.
+part of a plan. A plan is empty only if a ping waits and no step is out.
 """
 
 from __future__ import annotations
@@ -25,9 +30,10 @@ from typing import Any
 
 from ...mq import codec, messages
 from ...mq.config import EngineConfig, ModelSpec
-from ..core import Send
+from ..core import PeerLost, Send
 from .kv_cache import KVCache
 from .outbox import Outbox
+from .packed import packed
 from .planner import Planner
 from .request import Request
 from .sequence import Sequence
@@ -58,6 +64,10 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._next_stream = count()
         self._in_flight: dict[int, Step] = {}
+        self._pings: list[messages.Ping] = []  # that wait for a plan
+        # A client's PeerLost and AbortClient: the first that came, until the other does.
+        self._lost_clients: set[int] = set()
+        self._aborted_clients: set[int] = set()
         self._num_steps = 0
         self._generation_tokens = 0
         self._step_seconds = 0.0
@@ -69,24 +79,23 @@ class SchedulerCore:
             messages.StepOutput: self._take_output,
             messages.AddRequest: self._add,
             messages.AbortRequest: self._abort,
+            messages.AbortClient: self._client_gone,
+            messages.Ping: self._pings.append,
             messages.StopStream: self._stop,
             messages.WorkerReady: self._worker_ready,
         }
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
         self._now = now
-        self._handlers[type(message)](message)
+        if isinstance(message, PeerLost):
+            self._lose(source)
+        else:
+            self._handlers[type(message)](message)
         return ()
 
     def flush(self, now: float) -> Series[Send]:
-        sends = []
-        if self.ready and self._streams and len(self._in_flight) < self._max_steps_in_flight:
-            planned = self.planner.plan(self._num_steps)
-            if planned is not None:
-                step, removed = planned
-                self._in_flight[step.number] = step
-                self._num_steps += 1
-                sends.append(Send("workers", step.plan(removed)))
+        wanted = self._streams or self._pings
+        sends = self._plan() if wanted and self.ready else []
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
         return sends
 
@@ -102,11 +111,6 @@ class SchedulerCore:
     @property
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
-
-    @property
-    def oldest_step(self) -> int | None:
-        """The number of the first step whose output isn't back, if there is one."""
-        return next(iter(self._in_flight), None)
 
     def statistics(self) -> dict[str, float]:
         """running to free_blocks are of now; prefix_cache_queries and all after it are totals.
@@ -156,16 +160,29 @@ class SchedulerCore:
             assert (sequence.row >= 0) == running
             assert not (running and sequence.copy_source), "its copy is made, and the source held"
 
+    def _plan(self) -> list[Send]:
+        in_flight, pings = self._in_flight, self._pings
+        if len(in_flight) >= self._max_steps_in_flight:
+            return []
+        planned = self.planner.plan(self._num_steps, even_empty=bool(pings and not in_flight))
+        if planned is None:
+            return []
+        step, removed = planned
+        if pings:
+            step.pings += pings
+            pings.clear()
+        in_flight[step.number] = step
+        self._num_steps += 1
+        return [Send("workers", step.plan(removed))]
+
     def _add(self, message: messages.AddRequest) -> None:
         old = self._requests.get(message.request_id)
         if old is not None:
             if message.incarnation <= old.incarnation:
                 return
-            for sequence in list(old.open.values()):
-                self._end(sequence, "abort")
-        streams = [next(self._next_stream) for _ in range(message.params.n)]
+            self._end_all(old)
         spec = self._spec
-        request = Request(message, streams, spec.eos_token_ids, spec.max_model_len)
+        request = Request(message, self._next_stream, spec.eos_token_ids, spec.max_model_len)
         self._requests[request.request_id] = request
         for stream, sequence in request.open.items():
             self._streams[stream] = sequence
@@ -178,6 +195,7 @@ class SchedulerCore:
                     num_prompt_tokens=sequence.num_prompt,
                     params=request.params,
                     output=message.output,
+                    resumed=packed(sequence.tokens[sequence.num_prompt :]),
                 )
             )
         if self.ready:
@@ -186,13 +204,25 @@ class SchedulerCore:
     def _admit(self, request: Request) -> None:
         refusal = self._refusal(len(request.prompt))
         if refusal is not None:
-            for sequence in list(request.open.values()):
-                self._end(sequence, "error", error=refusal)
+            self._end_all(request, "error", refusal)
             return
         for sequence in request.open.values():
             # The last token of a sequence is never computed, so it needs no slot.
             sequence.max_length = min(sequence.max_length, self.kv.num_slots + 1)
-        self.planner.add(request.first)
+        for sequence in request.leading:
+            if not (sequence.num_resumed and self._end_if_complete(sequence)):
+                self.planner.add(sequence)
+
+    def _end_if_complete(self, sequence: Sequence) -> bool:
+        """Whether a choice that is resumed is at its end already. Then its end is said."""
+        length, last = len(sequence.tokens), sequence.tokens[-1]
+        if last in sequence.stop_ids and length >= sequence.min_length:
+            self._end(sequence, "stop", self._stop_reason(last))
+        elif length >= sequence.max_length:
+            self._end(sequence, "length")
+        else:
+            return False
+        return True
 
     def _refusal(self, num_tokens: int) -> messages.ErrorInfo | None:
         longest, slots = self._spec.max_model_len, self.kv.num_slots
@@ -212,8 +242,29 @@ class SchedulerCore:
 
     def _abort(self, message: messages.AbortRequest) -> None:
         request = self._requests.get(message.request_id)
-        if request is not None and request.incarnation == message.incarnation:
-            for sequence in list(request.open.values()):
+        if request is not None and request.incarnation <= message.incarnation:
+            self._end_all(request)
+
+    def _abort_client(self, client: int) -> None:
+        for request in [r for r in self._requests.values() if r.client == client]:
+            self._end_all(request)
+        self._pings[:] = [ping for ping in self._pings if ping.client != client]
+
+    def _client_gone(self, message: messages.AbortClient) -> None:
+        _pair(message.client, self._lost_clients, self._aborted_clients)
+        self._abort_client(message.client)
+
+    def _lose(self, peer: str) -> None:
+        kind, _, number = peer.partition(".")
+        if kind == "client":
+            _pair(int(number), self._aborted_clients, self._lost_clients)
+            self._abort_client(int(number))
+        elif kind == "tokenizer":  # with whatever AbortClient is still missing
+            for client in self._lost_clients:
+                self._abort_client(client)
+            self._lost_clients.clear()
+        elif peer == self._detokenizer:
+            for sequence in list(self._streams.values()):
                 self._end(sequence, "abort")
 
     def _stop(self, message: messages.StopStream) -> None:
@@ -241,6 +292,15 @@ class SchedulerCore:
             )
         )
 
+    def _end_all(
+        self,
+        request: Request,
+        reason: messages.FinishReason = "abort",
+        error: messages.ErrorInfo | None = None,
+    ) -> None:
+        for sequence in list(request.open.values()):
+            self._end(sequence, reason, error=error)
+
     def _forget(self, sequence: Sequence) -> None:
         request = sequence.request
         self.planner.remove(sequence)
@@ -267,6 +327,7 @@ class SchedulerCore:
         if step is None:
             return
         self._step_seconds += output.seconds
+        self._outbox.pings += step.pings
         kv = self.kv
         for row, sequence, num_computed in step.chunks:
             if step.is_current(sequence, row) and num_computed >= sequence.cache_at:
@@ -306,12 +367,8 @@ class SchedulerCore:
             streams.append(sequence.stream)
             indices.append(index)
             kept.append(token)
-            if not index:
-                self._ttft_seconds += self._now - sequence.request.arrival
-                self._num_first_tokens += 1
-                if sequence.num_cached > 0:
-                    outbox.cached.append((sequence.stream, sequence.num_cached))
-                self._fork(sequence)
+            if index == sequence.num_resumed:
+                self._first_token(sequence, index)
             length += 1
             if token in sequence.stop_ids and length >= sequence.min_length:
                 self._end(sequence, "stop", self._stop_reason(token))
@@ -319,11 +376,25 @@ class SchedulerCore:
                 self._end(sequence, "length")
         return dropped
 
-    def _fork(self, sequence: Sequence) -> None:
+    def _first_token(self, sequence: Sequence, index: int) -> None:
+        """The first of this incarnation; what was resumed had its own."""
         request = sequence.request
+        if not index:
+            self._ttft_seconds += self._now - request.arrival
+            self._num_first_tokens += 1
+        if sequence.num_cached > 0:
+            self._outbox.cached.append((sequence.stream, sequence.num_cached))
         if request.held:
             held, request.held = request.held, []
             self.planner.fork(sequence, held)
 
     def _stop_reason(self, token: int) -> int | None:
         return None if token in self._spec.eos_token_ids else token
+
+
+def _pair(client: int, others: set[int], own: set[int]) -> None:
+    """One of two events that come in any order: take the other away, or wait for it."""
+    if client in others:
+        others.discard(client)
+    else:
+        own.add(client)

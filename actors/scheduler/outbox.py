@@ -1,4 +1,4 @@
-"""What the detokenizer is to hear at the next flush: openings, tokens and ends of streams."""
+"""What the detokenizer hears at the next flush: openings, tokens and ends of streams, and pings."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Outbox:
     def add_prompt_logprobs(self, stream: int, part: messages.PromptLogprobs) -> None:
         self._prompt_logprobs.append(messages.PromptLogprobs(stream, part.first, part.logprobs))
 
-    def drain(self) -> list[messages.OpenStream | messages.StreamStep]:
-        out: list[messages.OpenStream | messages.StreamStep] = [*self.opens]
+    def drain(self) -> list[messages.SchedulerToDetokenizer]:
+        out: list[messages.SchedulerToDetokenizer] = [*self.opens]
         if self.streams or self.ends or self._prompt_logprobs:
             out.append(
                 messages.StreamStep(
@@ -52,6 +52,7 @@ class Outbox:
                     prompt_logprobs=self._prompt_logprobs,
                 )
             )
+        out += self.pings
         if out:
             self._clear()
         return out
@@ -63,6 +64,7 @@ class Outbox:
         self.token_ids: list[int] = []
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
+        self.pings: list[messages.Ping] = []
         self._logprobs: list[messages.TokenLogprobs] = []
         self._prompt_logprobs: list[messages.PromptLogprobs] = []
 

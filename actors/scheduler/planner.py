@@ -74,15 +74,18 @@ class Planner:
             self.waiting.pop(sequence.stream, None)
         self._kv.release(sequence)
 
-    def plan(self, number: int) -> tuple[Step, list[int]] | None:
-        """The next step and the rows that leave before it, or None if nothing is to compute."""
+    def plan(self, number: int, even_empty: bool = False) -> tuple[Step, list[int]] | None:
+        """The next step and the rows that leave before it, or None if nothing is to compute.
+
+        even_empty: a step that computes nothing will do, too.
+        """
         step = Step(number)
         budget = self._plan_running(step)
         if self.forks:
             budget = self._plan_forks(step, budget)
         if self.waiting:
             self._plan_waiting(step, budget)
-        if not step.sequences:
+        if not step.sequences and not even_empty:
             return None
         self._count(step)
         removed, self._removed = self._removed, []
@@ -188,13 +191,16 @@ class Planner:
             self.waiting.move_to_end(sequence.stream, last=False)
 
     def _count_entry(self, sequence: Sequence) -> None:
-        if sequence.num_cached >= 0:  # it has been here before, or its request has
+        if sequence.num_cached >= 0:  # it has been here before, or what it forked from has
             return
-        sequence.num_cached = sequence.num_computed
+        sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        if sequence.request.counted:  # with another choice that is resumed
+            return
+        sequence.request.counted = True
         self.prompt_tokens += sequence.num_prompt
         if self._kv.caching:
             self.prefix_queries += sequence.num_prompt
-            self.prefix_hits += sequence.num_computed
+            self.prefix_hits += sequence.num_cached
 
     def _count(self, step: Step) -> None:
         self.scheduled_tokens += sum(step.num_tokens)

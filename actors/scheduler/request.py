@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...mq import codec, messages
 from .sequence import Sequence
 
 
 class Request:
-    """open: the choices that have not ended. held: those that wait to fork from the first one."""
+    """open: the choices that have not ended. held: those that wait to fork from the first one; none
+    of a request that is resumed, whose choices have nothing more in common than their prompt.
+    counted: the prompt is in the statistics.
+    """
 
     __slots__ = (
         "arrival",
         "bad_words",
+        "client",
+        "counted",
         "held",
         "incarnation",
         "open",
@@ -26,7 +31,7 @@ class Request:
     def __init__(
         self,
         message: messages.AddRequest,
-        streams: Iterable[int],
+        streams: Iterator[int],
         eos_token_ids: Iterable[int],
         max_model_len: int,
     ) -> None:
@@ -34,6 +39,8 @@ class Request:
         self.request_id = message.request_id
         self.arrival = message.arrival
         self.incarnation = message.incarnation
+        self.client = message.output.client
+        self.counted = False
         self.params = params
         self.bad_words = message.bad_words
         self.salt = message.cache_salt.encode()
@@ -45,14 +52,21 @@ class Request:
         max_length = max_model_len
         if params.max_tokens is not None:
             max_length = min(max_length, num_prompt + params.max_tokens)
+        outputs: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
+        if message.resume:
+            outputs = {one.choice: codec.ints(one.token_ids).tolist() for one in message.resume}
         sequences = [
-            Sequence(self, stream, choice, stop_ids, max_length)
-            for choice, stream in enumerate(streams)
+            Sequence(self, stream, choice, stop_ids, max_length, output)
+            for (choice, output), stream in zip(outputs.items(), streams, strict=False)
         ]
         self.open = {sequence.stream: sequence for sequence in sequences}
-        self.held = sequences[1:]
+        self.held = [] if message.resume else sequences[1:]
 
     @property
-    def first(self) -> Sequence:
-        """The choice that does the prefill. It is open for as long as others are held."""
-        return next(iter(self.open.values()))
+    def leading(self) -> list[Sequence]:
+        """The choices that begin by a prefill of their own: the first, or all that are resumed.
+
+        Of a new request: none has ended yet.
+        """
+        sequences = list(self.open.values())
+        return sequences[: len(sequences) - len(self.held)]

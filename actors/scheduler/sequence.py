@@ -9,8 +9,9 @@
     running   Planner.running     >= 0   yes      preempted -> waiting
     ended     nowhere             -1     no
 
-A sequence of any state may end (its last token, StopStream, AbortRequest). The workers know exactly
-the running ones, by row.
+The first choice of a request begins in waiting, and so does every choice that is resumed. A
+sequence of any state may end (its last token, StopStream, an abort). The workers know exactly the
+running ones, by row.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ NEVER = 1 << 62  # a length that no sequence reaches
 
 class Sequence:
     """tokens: prompt, then output; a held sequence has its request's own list, which must not grow.
+        The first num_resumed tokens of the output came with the request.
     num_computed: how many of them have their KV once all plans sent so far are executed.
     max_length, min_length: len(tokens) at which it ends, and below which no stop id ends it.
     num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
-        before.
+        before. Output that was found, too, is not in it.
     entered_step: the step of the plan that gave it its row.
     capacity: tokens that its blocks have room for.
     hashes: of its full blocks, as far as they were asked for. num_registered of them have been
@@ -51,6 +53,7 @@ class Sequence:
         "num_computed",
         "num_prompt",
         "num_registered",
+        "num_resumed",
         "request",
         "row",
         "stop_ids",
@@ -59,13 +62,20 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, stream: int, choice: int, stop_ids: frozenset[int], max_length: int
+        self,
+        request: Request,
+        stream: int,
+        choice: int,
+        stop_ids: frozenset[int],
+        max_length: int,
+        resumed: list[int],
     ) -> None:
         self.request = request
         self.stream = stream
         self.choice = choice
         self.stop_ids = stop_ids
-        self.tokens = request.prompt
+        self.tokens = request.prompt + resumed if resumed else request.prompt
+        self.num_resumed = len(resumed)
         self.num_prompt = len(request.prompt)
         self.max_length = max_length
         self.min_length = self.num_prompt + request.params.min_tokens

@@ -17,6 +17,7 @@ class Step:
 
     chunks: (row, sequence, num_computed after this step) of those that are not sampled, because a
         part of their known tokens is left for a later step.
+    pings: to be passed on when the step has ended.
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Step:
         "num_prefills",
         "num_tokens",
         "number",
+        "pings",
         "sequences",
     )
 
@@ -39,6 +41,7 @@ class Step:
         self.sequences: dict[int, Sequence] = {}
         self.chunks: list[tuple[int, Sequence, int]] = []
         self.num_prefills = 0
+        self.pings: list[messages.Ping] = []
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence, which has row and blocks for it, computes its next num_tokens tokens."""

@@ -2,14 +2,15 @@
 
 A stream's life, as the scheduler's messages move it:
 
-    OpenStream          -> open
+    OpenStream          -> open (with the text state of its `resumed` tokens, see text_stream.py)
     StreamStep entry    open -> open, or -> ended here (by a stop string, or an error of ours)
     StreamEnd           open -> gone, with the scheduler's finish
     StreamStep entry    ended here: dropped, it was under way when the stream ended
     StreamEnd           ended here -> gone: it acknowledges our StopStream, and nothing more is said
+    the scheduler lost  -> gone, nothing more is said: its client hands the request over again
 
-Tokens are taken as they come; chunks are made once per batch of messages, in `flush`, one message
-per client.
+What comes for a stream that is gone is dropped. Tokens are taken as they come; chunks are made once
+per batch of messages, in `flush`, one message per client.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ...mq.messages import (
     Chunk,
     Chunks,
     OpenStream,
+    Ping,
     PromptLogprobs,
     StopStream,
     StreamEnd,
     StreamStep,
 )
-from ..core import Send
+from ..core import PeerLost, Send
 from .logprob_rows import StepLogprobs
 from .text_stream import TextStream
 from .text_tokenizer import TextTokenizer
@@ -60,9 +62,14 @@ class DetokenizerCore:
             self._step(message)
             for end in message.ends:
                 self._end(end)
-        else:
-            assert isinstance(message, OpenStream), f"{source} sent {message!r}"
+        elif isinstance(message, OpenStream):
             self._open(message)
+        elif isinstance(message, Ping):
+            return (Send(f"client.{message.client}", message),)
+        else:
+            assert isinstance(message, PeerLost), f"{source} sent {message!r}"
+            if source == self._scheduler:
+                self._forget_all()
         return ()
 
     def flush(self, now: float) -> Sequence[Send]:
@@ -93,7 +100,22 @@ class DetokenizerCore:
     def _open(self, opened: OpenStream) -> None:
         assert opened.stream not in self._streams, f"stream {opened.stream} is open already"
         decoder = self._decoders.open(opened.params.skip_special_tokens, continues=True)
-        self._streams[opened.stream] = TextStream(opened, decoder)
+        stream = self._streams[opened.stream] = TextStream(opened, decoder)
+        if not opened.resumed:
+            return
+        try:
+            stream.resume(self._decoders.bytes_of)
+        except Exception as error:  # as in _push
+            logger.exception("resuming %s failed", opened.request_id)
+            stream.fail(f"it can't be resumed: {error}")
+        if stream.finish is not None:
+            self._touched[stream] = None
+            self._stopped[opened.stream] = stream.num_tokens
+
+    def _forget_all(self) -> None:
+        self._streams.clear()
+        self._touched.clear()
+        self._stopped.clear()
 
     def _step(self, step: StreamStep) -> None:
         last = {end.stream: end.num_tokens - 1 for end in step.ends if end.reason == "stop"}

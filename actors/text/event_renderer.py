@@ -6,7 +6,7 @@
 Nearly every event is a few characters of text between bytes that never change within a stream, so
 those are made once and only the text is encoded. The first event of a chat choice also names the
 role; the last has finish_reason, and stop_reason beside it: the stop string or stop token id that
-was found, null for the model's own end.
+was found, null for the model's own end. A stream that is resumed has had its first event.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class EventRenderer:
         self._plain = self._close + b',"logprobs":null,"finish_reason":null' + self._tail
         self._first = self._chat
         self._num_chars = 0
+
+    def resume(self, num_chars: int) -> None:
+        """There have been events already, whose tokens have so many characters in all."""
+        self._first = False
+        self._num_chars = num_chars
 
     def event(self, text: str, rows: Sequence[LogprobRow], finish: Finish | None) -> bytes:
         """One event with new text and the logprobs of the tokens since the last event."""

@@ -6,7 +6,14 @@ A stream is open until it has a `finish`, its one terminal message. It gets one 
     the scheduler's StreamEnd      Finish(its reason), after the text that was held back
     a gap in the tokens            Finish("error"): a broken invariant costs this stream alone
 
-and takes no token after that. `take` makes a chunk of what is new since the last one.
+and takes no token after that. `take` makes a chunk of what is new since the last one, if one is
+due: with `delta` at once, otherwise after CHECKPOINT_TOKENS. So a client never has to ask for much
+again when an engine dies. After a takeover they come more often, because the client waits to see
+that the request gets on (frontend/takeover.py).
+
+A stream that is `resumed` begins where another one was lost. Its tokens are taken again, and make
+nothing: what they bring back is half a character, what may be a stop string, the number of tokens.
+Since text does not depend on how it is cut into chunks, all goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ from .logprob_rows import LogprobRow, StepLogprobs, pack_rows
 from .stop_strings import StopStrings
 from .token_decoder import TokenDecoder
 
+CHECKPOINT_TOKENS = 64
+CHECKPOINT_TOKENS_AFTER_TAKEOVER = 8
 _NO_LOGPROBS: tuple[TokenLogprobs | None, list[bytes | None]] = (None, [])
 
 
@@ -36,6 +45,7 @@ class TextStream:
     """num_tokens: output tokens so far. num_logprobs: the request's K, or None."""
 
     __slots__ = (
+        "_chunk_tokens",
         "_decoder",
         "_first_index",
         "_ids",
@@ -67,6 +77,7 @@ class TextStream:
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
         self._renderer = EventRenderer(opened) if output.delta and output.form != "raw" else None
+        self._chunk_tokens = _chunk_tokens(opened)
         self._first_index = 0
         self._ids: list[int] = []
         self._text: list[str] = []
@@ -74,6 +85,25 @@ class TextStream:
         self._unrendered: list[LogprobRow] = []
         self._prompt_rows: list[LogprobRow] = []
         self._num_prompt_rows = 0
+
+    def resume(self, bytes_of: Callable[[int], bytes]) -> None:
+        """Take `opened.resumed`. There may be a finish after it, as after any token.
+
+        bytes_of: a token by itself.
+        """
+        token_ids: list[int] = codec.ints(self.opened.resumed).tolist()
+        self._first_index = len(token_ids)
+        try:
+            for index, token_id in enumerate(token_ids):
+                self.push(index, token_id, ends_here=False)
+                if self.finish is not None:
+                    break
+        finally:
+            self._ids.clear()
+            self._text.clear()
+        if self._renderer is not None:
+            texts = [bytes_of(i).decode(errors="replace") for i in token_ids]
+            self._renderer.resume(sum(map(len, texts)))
 
     def push(self, index: int, token_id: int, ends_here: bool) -> bool:
         """Take the token at `index`; False if it was seen before or can't be taken.
@@ -136,7 +166,7 @@ class TextStream:
         """What is new, as a chunk; None if there is nothing to send now."""
         finish = self.finish
         opened = self.opened
-        if finish is None and not (opened.output.delta and (self._ids or self._text)):
+        if finish is None and len(self._ids) < self._chunk_tokens:
             return None
         first_index, rows = self._first_index, self._rows
         text = "".join(self._text)
@@ -200,6 +230,13 @@ class TextStream:
             stop_reason=stop_reason,
             error=error,
         )
+
+
+def _chunk_tokens(opened: OpenStream) -> int:
+    """How many new tokens make a chunk."""
+    if opened.output.delta:
+        return 1
+    return CHECKPOINT_TOKENS_AFTER_TAKEOVER if opened.incarnation else CHECKPOINT_TOKENS
 
 
 def _pack(token_ids: list[int]) -> bytes:

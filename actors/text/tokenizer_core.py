@@ -1,7 +1,9 @@
 """The tokenizer's core: a prompt becomes token ids that fit the model, or its request is refused.
 
-Each Generate is answered by exactly one message: AddRequest to the scheduler or Rejected to the
-client. An Abort becomes an AbortRequest on the same way, so it can't overtake its request.
+Each Generate goes on as an AddRequest to the scheduler, which the client is told by an Accepted, or
+is answered by a Rejected. A takeover is encoded anew, or brings the token ids of before; its output
+so far goes on as it is. What must not overtake a request takes the same way: an Abort becomes an
+AbortRequest, the loss of a client an AbortClient, and a Ping stays what it is.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from ...mq.config import ModelSpec
 from ...mq.errors import ConfigError, InvalidRequestError
 from ...mq.messages import (
     Abort,
+    AbortClient,
     AbortRequest,
     Accepted,
     AddRequest,
     ChatPrompt,
     ErrorInfo,
     Generate,
+    Ping,
     Rejected,
     TextPrompt,
     TokensPrompt,
 )
 from ...mq.sampling_params import SamplingParams
-from ..core import Send
+from ..core import PeerLost, Send
 from .chat_messages import parse_messages
 from .chat_template import ChatTemplates
 from .text_tokenizer import TextTokenizer
@@ -73,9 +77,14 @@ class TokenizerCore:
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
         if isinstance(message, Generate):
             return self._generate(message)
-        assert isinstance(message, Abort), f"{source} sent {message!r}"
-        request = AbortRequest(message.request_id, message.incarnation)
-        return (Send(self._scheduler, request),)
+        if isinstance(message, Abort):
+            request = AbortRequest(message.request_id, message.incarnation)
+            return (Send(self._scheduler, request),)
+        if isinstance(message, PeerLost):
+            kind, _, number = source.partition(".")
+            return (Send(self._scheduler, AbortClient(int(number))),) if kind == "client" else ()
+        assert isinstance(message, Ping), f"{source} sent {message!r}"
+        return (Send(self._scheduler, message),)
 
     def flush(self, now: float) -> Sequence[Send]:
         return ()
@@ -128,6 +137,7 @@ class TokenizerCore:
             arrival=request.arrival,
             cache_salt=request.cache_salt,
             bad_words=bad_words,
+            resume=request.resume,
         )
 
     def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:

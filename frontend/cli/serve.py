@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
 
-from ...actors.lifecycle import TellDeath
+from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
-from ...mq import messages
+from ...mq import supervision
 from ...mq.config import EngineConfig, ServerConfig
 from ..http.listener import bind
 from ..hub import resolve_model
@@ -46,7 +47,7 @@ class ConsoleReporter:
         self._model = model
         self._start = start
 
-    def progress(self, actor: str, progress: messages.Progress) -> None:
+    def progress(self, actor: str, progress: supervision.Progress) -> None:
         self._progress.update(actor, progress.what, progress.done, progress.total)
 
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
@@ -58,7 +59,15 @@ class ConsoleReporter:
     def draining(self, timeout: float) -> None:
         _say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
 
-    def failed(self, death: TellDeath) -> None:
+    def lost(self, death: TellLost) -> None:
+        if death.traceback:
+            _say(death.traceback.rstrip())
+        _say(f"{death.error}; restarting {' and '.join(death.lost)}")
+
+    def back(self, names: Sequence[str], seconds: float) -> None:
+        _say(f"{' and '.join(names)} back after {seconds:.1f} s")
+
+    def failed(self, death: TellFailed) -> None:
         self._progress.stop()
         if death.traceback and not death.user_error:
             _say(death.traceback.rstrip())

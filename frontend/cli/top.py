@@ -1,11 +1,17 @@
-"""`ringcast top`: the actors of a running server, their channels and their load, once a second."""
+"""`ringcast top`: the actors of a running server, their queues and channels, once a second.
+
+It outlives what it watches: while no answer comes (the API server is being restarted, or hangs),
+the last picture stays, under a line that says so. Only the first question must be answered.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import sys
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,9 +20,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ...mq.errors import RingcastError
 from .remote import DEFAULT_URL, RemoteServer
 
 REFRESH_SECONDS = 1.0
+ANSWER_SECONDS = 2.0  # after which the server is said not to answer
+FRESH_SECONDS = 10.0  # for so long a restart stands beside the actor's state
+
+# Of an actor's statistics, those that say what waits in it and what befell its requests.
+QUEUES = ("running", "waiting", "open", "streams", "outbox")
+TROUBLES = ("parked", "takeovers", "poisoned", "preemptions")
+_STATES = {"ready": "", "dead": "red"}
 _MEGABYTE = 1_000_000
 
 Status = dict[str, Any]
@@ -35,29 +49,49 @@ def run(args: argparse.Namespace) -> int:
 
 async def _watch(url: str, once: bool, as_json: bool) -> None:
     async with RemoteServer(url) as server:
+        first = await server.get("/status")
         if as_json:
-            await _print_json(server, once)
+            print(json.dumps(first), flush=True)
         elif once:
-            Console().print(Picture().draw(await server.get("/status"), time.monotonic()))
+            Console().print(Picture().draw(first, time.monotonic()))
+        if once:
+            return
+        await (_print_json(server) if as_json else _show(server, first))
+
+
+async def _print_json(server: RemoteServer) -> None:
+    async for status in later(server):
+        if isinstance(status, RingcastError):
+            print(f"ringcast: {status}", file=sys.stderr, flush=True)
         else:
-            await _show(server)
+            print(json.dumps(status), flush=True)
 
 
-async def _print_json(server: RemoteServer, once: bool) -> None:
-    print(json.dumps(await server.get("/status")), flush=True)
-    while not once:
-        await asyncio.sleep(REFRESH_SECONDS)
-        print(json.dumps(await server.get("/status")), flush=True)
-
-
-async def _show(server: RemoteServer) -> None:
+async def _show(server: RemoteServer, first: Status) -> None:
     picture = Picture()
-    first = picture.draw(await server.get("/status"), time.monotonic())
-    with Live(first, auto_refresh=False, screen=True) as live:
-        while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            status = await server.get("/status")
-            live.update(picture.draw(status, time.monotonic()), refresh=True)
+    shown = picture.draw(first, time.monotonic())
+    with Live(shown, auto_refresh=False, screen=True) as live:
+        async for status in later(server):
+            now = time.monotonic()
+            if isinstance(status, RingcastError):
+                live.update(picture.without_answer(status, now), refresh=True)
+            else:
+                live.update(picture.draw(status, now), refresh=True)
+
+
+async def later(server: RemoteServer) -> AsyncGenerator[Status | RingcastError, None]:
+    """The status again and again, or why there is none."""
+    while True:
+        await asyncio.sleep(REFRESH_SECONDS)
+        answer: Status | RingcastError
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await server.get("/status")
+        except TimeoutError:
+            answer = RingcastError(f"no answer within {ANSWER_SECONDS:g} s")
+        except RingcastError as error:
+            answer = error
+        yield answer
 
 
 class Picture:
@@ -66,26 +100,50 @@ class Picture:
     def __init__(self) -> None:
         self._last: Status | None = None
         self._last_time = 0.0
+        self._drawn: RenderableType = ""
+        self._restarted: dict[str, float] = {}  # when an actor's process was seen to be another
 
     def draw(self, status: Status, now: float) -> RenderableType:
         last, seconds = self._last, now - self._last_time
         self._last, self._last_time = status, now
-        parts: list[RenderableType] = [
+        self._note_restarts(status, last, now)
+        self._drawn = Group(
             _load(status, last, seconds),
-            _actors(status, last, seconds),
+            *_full(status),
+            _actors(status, last, seconds, self._ages(now)),
             _edges(status),
-        ]
-        return Group(*parts)
+        )
+        return self._drawn
+
+    def without_answer(self, error: RingcastError, now: float) -> RenderableType:
+        """The last picture again, and since when it is out of date."""
+        notice = f"reconnecting: this is of {now - self._last_time:.0f} s ago ({error})"
+        return Group(Text(notice, style="bold yellow"), self._drawn)
+
+    def _note_restarts(self, status: Status, last: Status | None, now: float) -> None:
+        before = {actor["name"]: actor["pid"] for actor in last["actors"]} if last else {}
+        for actor in status["actors"]:
+            if before.get(actor["name"], actor["pid"]) != actor["pid"]:
+                self._restarted[actor["name"]] = now
+
+    def _ages(self, now: float) -> dict[str, float]:
+        """Seconds since each recent restart, by actor."""
+        ages = {name: now - since for name, since in self._restarted.items()}
+        return {name: age for name, age in ages.items() if age <= FRESH_SECONDS}
 
 
 def total(status: Status, actor: str, name: str) -> float:
     """A statistic, summed over the instances of an actor ("scheduler.0.running")."""
+    return sum(_values(status, actor, name))
+
+
+def _values(status: Status, actor: str, name: str) -> list[float]:
     statistics: dict[str, float] = status["statistics"]
-    return sum(
+    return [
         value
         for key, value in statistics.items()
         if key.startswith(f"{actor}.") and key.rpartition(".")[2] == name
-    )
+    ]
 
 
 def _load(status: Status, last: Status | None, seconds: float) -> Text:
@@ -94,33 +152,68 @@ def _load(status: Status, last: Status | None, seconds: float) -> Text:
         total(last, "scheduler", "generation_tokens") if last else None,
         seconds,
     )
-    return Text(
+    usages = _values(status, "scheduler", "kv_usage")
+    text = Text(
         f"running {total(status, 'scheduler', 'running'):.0f}   "
         f"waiting {total(status, 'scheduler', 'waiting'):.0f}   "
-        f"KV cache {total(status, 'scheduler', 'kv_usage'):.1%}   "
+        f"KV cache {sum(usages) / max(len(usages), 1):.1%}   "
         f"{'-' if tokens is None else f'{tokens:.0f}'} tok/s",
         style="bold",
     )
+    for name in ("parked", "takeovers", "poisoned"):
+        if number := total(status, "client", name):
+            text.append(f"   {name} {number:.0f}", style="yellow")
+    return text
 
 
-def _actors(status: Status, last: Status | None, seconds: float) -> Table:
+def _full(status: Status) -> list[Text]:
+    """A line for each channel whose writer waits for space: for how long, and for whom."""
+    return [
+        Text(f"{edge['name']} full for {edge['full_seconds']:.1f} s: {edge['laggards']}", "red")
+        for edge in status["edges"]
+        if edge["full_seconds"]
+    ]
+
+
+def _actors(status: Status, last: Status | None, seconds: float, ages: dict[str, float]) -> Table:
     before = {actor["pid"]: actor["cpu_seconds"] for actor in last["actors"]} if last else {}
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("actor")
-    table.add_column("state")
+    table.add_column("state", no_wrap=True)
     for heading in ("pid", "CPU %", "RSS MB", "restarts"):
         table.add_column(heading, justify="right")
+    table.add_column("queues")
     for actor in status["actors"]:
-        cpu = _rate(actor["cpu_seconds"], before.get(actor["pid"]), seconds)
+        name, dead = actor["name"], actor["state"] == "dead"
+        cpu = None if dead else _rate(actor["cpu_seconds"], before.get(actor["pid"]), seconds)
         table.add_row(
-            Text(actor["name"]),
-            Text(actor["state"], style="" if actor["state"] == "ready" else "yellow"),
-            str(actor["pid"]),
+            Text(name),
+            _state(actor, ages.get(name)),
+            "-" if dead else str(actor["pid"]),
             "-" if cpu is None else f"{100 * cpu:.0f}",
             f"{actor['rss_bytes'] / _MEGABYTE:.0f}",
-            str(actor["restarts"]),
+            Text(str(actor["restarts"]), style="yellow" if actor["restarts"] else ""),
+            _queues(status["statistics"], name),
         )
     return table
+
+
+def _state(actor: dict[str, Any], age: float | None) -> Text:
+    state = actor["state"]
+    text = Text(state, style=_STATES.get(state, "yellow"))
+    if age is not None and state == "ready":
+        text.append(f", up {age:.0f} s", style="yellow")
+    return text
+
+
+def _queues(statistics: dict[str, float], actor: str) -> Text:
+    """The actor's queues that are not empty, and what befell its requests if anything did."""
+    text = Text()
+    for name in (*QUEUES, *TROUBLES):
+        if number := statistics.get(f"{actor}.{name}"):
+            style = "yellow" if name in TROUBLES else ""
+            text.append("  " if text else "").append(f"{name} {number:.0f}", style)
+    return text
 
 
 def _edges(status: Status) -> Table:
@@ -137,6 +230,7 @@ def _edges(status: Status) -> Table:
 
 
 def _rate(now: float, before: float | None, seconds: float) -> float | None:
-    if before is None or seconds <= 0:
+    """None where there is nothing to compare with: the counter is new, or began again."""
+    if before is None or now < before or seconds <= 0:
         return None
-    return max(now - before, 0.0) / seconds
+    return (now - before) / seconds

@@ -11,7 +11,7 @@ from aiohttp import web
 from ...actors.base import Actor
 from ...actors.boot import Boot
 from ...actors.control import Control
-from ...mq import messages
+from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ..client import EngineClient
 from .app import make_app
@@ -25,7 +25,7 @@ class ApiServer(Actor):
     def __init__(self, boot: Boot, control: Control) -> None:
         super().__init__(boot, control)
         self._runner: web.AppRunner | None = None
-        self._status: list[asyncio.Future[messages.Status]] = []
+        self._status: list[asyncio.Future[supervision.Status]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> dict[str, str | int | float]:
@@ -50,20 +50,26 @@ class ApiServer(Actor):
 
     def on_control(self, message: Any) -> None:
         match message:
-            case messages.TopologyReady():
+            case supervision.TopologyReady():
                 self._spawn(self._open_door())
-            case messages.BeginDrain(timeout=timeout):
+            case supervision.BeginDrain(timeout=timeout):
                 self._spawn(self._drain(timeout))
-            case messages.PeerDied(error=error, traceback=text):
+            case supervision.TopologyFailed(error=error, traceback=text):
                 self._client.fail_all(EngineDeadError(error, text))
                 self._spawn(self._drain(1.0))
-            case messages.Status():
+            case supervision.Status():
                 for answer in self._status:
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
             case _:
                 super().on_control(message)
+
+    def on_lost(self, message: supervision.PeersLost) -> None:
+        self._client.lost(message.lost, message.error)
+
+    def on_back(self, names: list[str]) -> None:
+        self._client.regained(names)
 
     def statistics(self) -> dict[str, float]:
         return self._client.statistics()
@@ -79,7 +85,7 @@ class ApiServer(Actor):
         host, port = listener.getsockname()[:2]
         await web.SockSite(self._runner, listener, backlog=1024).start()
         self.control.send(
-            messages.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            supervision.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         )
 
     async def _drain(self, timeout: float) -> None:
@@ -90,12 +96,12 @@ class ApiServer(Actor):
                 await self._client.wait_idle()
         except TimeoutError:
             self._client.fail_all(EngineDeadError("the server is shutting down"))
-        self.control.send(messages.Drained())
+        self.control.send(supervision.Drained())
 
-    async def _ask_status(self) -> messages.Status:
-        answer: asyncio.Future[messages.Status] = asyncio.get_running_loop().create_future()
+    async def _ask_status(self) -> supervision.Status:
+        answer: asyncio.Future[supervision.Status] = asyncio.get_running_loop().create_future()
         self._status.append(answer)
-        self.control.send(messages.StatusRequest())
+        self.control.send(supervision.StatusRequest())
         return await answer
 
     def _spawn(self, work: Any) -> None:

@@ -14,13 +14,15 @@ from aiohttp import web
 from ... import __version__
 from ...mq.config import ModelSpec, ServerConfig
 from ...mq.errors import InvalidRequestError, UnknownModelError
-from ...mq.messages import Message, Prompt, Status
+from ...mq.messages import Message, Prompt
+from ...mq.supervision import Status
 from ..client import EngineClient
 from .errors import errors_as_json, respond
 from .generation import Generation
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .responses import Form
 
+READY_SECONDS = 5.0  # that a silent engine gets to answer /ready
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -35,6 +37,9 @@ def make_app(
     app = web.Application(middlewares=[errors_as_json], client_max_size=server.max_body_bytes)
     api = Api(client, spec, server.served_model_name or [spec.name], status)
     app.router.add_get("/health", api.health)
+    app.router.add_get("/ping", api.health)
+    app.router.add_post("/ping", api.health)
+    app.router.add_get("/ready", api.ready)
     app.router.add_get("/version", api.version)
     app.router.add_get("/status", api.status)
     app.router.add_get("/v1/models", api.models)
@@ -61,9 +66,15 @@ class Api:
         self._started = int(time.time())
 
     async def health(self, _: web.Request) -> web.Response:
+        """Whether to leave this server running: it works, or will again by itself."""
         if self._client.dead is not None:
             return respond(self._client.dead, status=503)
         return web.Response()
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Whether to send it requests now."""
+        trouble = await self._client.trouble(READY_SECONDS)
+        return web.Response() if trouble is None else respond(trouble, status=503)
 
     async def version(self, _: web.Request) -> web.Response:
         return _json({"version": __version__})

@@ -13,7 +13,9 @@ from aiohttp import web
 from ...mq.errors import InvalidRequestError, OverloadedError, RingcastError
 from ...mq.messages import OutputSpec, Prompt
 from ...mq.sampling_params import SamplingParams
-from ..client import EngineClient, Mailbox, RequestHandle
+from ..client import EngineClient
+from ..handle import RequestHandle
+from ..mailbox import Mailbox
 from .errors import event_of
 from .protocol import GenerationRequest
 from .responses import (

@@ -8,7 +8,7 @@ import msgspec
 
 from ...actors.text.event_renderer import chat_logprobs, completion_logprobs
 from ...mq.messages import Chunk
-from ..client import RequestHandle
+from ..handle import RequestHandle
 from ..outputs import Logprob, logprob_rows, prompt_logprobs
 
 Form = Literal["chat", "completion"]

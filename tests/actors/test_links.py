@@ -1,6 +1,8 @@
 """An actor's channels on its event loop, over every transport."""
 
 import asyncio
+import os
+import time
 
 import pytest
 
@@ -99,14 +101,152 @@ def test_a_stranger_is_refused(owners):
     run(owners, body)
 
 
-def test_a_dead_peer_is_left_alone(owners):
+def mark(owners, dead, name="tokenizer.0"):
+    for owner in owners:
+        (owner.mark_dead if dead else owner.mark_alive)(name)
+
+
+def restart(owners, old, name="tokenizer.0"):
+    """What the supervisor does between two incarnations."""
+    old.close()
+    for owner in owners:
+        if name in owner.readers:
+            owner.reset(name)
+    mark(owners, dead=False, name=name)
+    return Links([o.endpoint(name) for o in owners], lambda batch: None)
+
+
+def test_all_that_a_dead_peer_sent_is_heard_before_it_is_lost(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        for number in range(600):  # more than a batch
+            tokenizer.send("client.0", rejected(number))
+        await asyncio.sleep(0.05)
+        mark(owners, dead=True)
+        client.lose(["tokenizer.0", "a stranger"])
+        assert [m.request_id for _, m in got] == [str(n) for n in range(600)]
+
+    run(owners, body)
+
+
+def test_who_came_and_died_without_being_announced_is_heard_too(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        mark(owners, dead=True)
+        client.lose(["tokenizer.0"])
+        mark(owners, dead=False)
+        tokenizer.send("client.0", rejected(1))
+        mark(owners, dead=True)
+        client.lose(["tokenizer.0"])
+        assert got == [("tokenizer.0", rejected(1))]
+
+    run(owners, body)
+
+
+def test_what_is_sent_to_a_dead_peer_is_dropped(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        for number in range(100):  # more than fits
+            client.send("tokenizer.0", messages.Abort("x" * 10_000, number))
+        assert client.num_waiting() > 0
+        mark(owners, dead=True)
+        client.lose(["tokenizer.0"])
+        assert client.num_waiting() == 0
+        client.send("tokenizer.0", messages.Abort("y", 0))
+        assert client.num_waiting() == 0
+
+    run(owners, body)
+
+
+def test_a_new_incarnation_gets_what_is_sent_to_it_and_nothing_from_before(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        tokenizer.start()
+        for number in range(20):
+            client.send("tokenizer.0", messages.Abort("x" * 10_000, number))
+        mark(owners, dead=True)
+        client.lose(["tokenizer.0"])
+        new = restart(owners, tokenizer)
+        try:
+            heard, event = [], asyncio.Event()
+            new._on_batch = lambda batch: (heard.extend(batch), event.set())
+            client.send("tokenizer.0", messages.Abort("early", 0))  # before it is ready
+            new.start()
+            new.send("client.0", rejected(7))
+            client.regain(["tokenizer.0"])
+            client.send("tokenizer.0", messages.Abort("z" * 200_000, 1))  # larger than the ring
+            await until(lambda: got, sent)
+            await until(lambda: len(heard) == 2, event)
+            assert got == [("tokenizer.0", rejected(7))]
+            assert [(m.request_id[0], m.incarnation) for _, m in heard] == [("e", 0), ("z", 1)]
+        finally:
+            new.close()
+
+    run(owners, body)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_dead_peer_costs_nothing(owners, told):
     async def body(client, tokenizer, got, sent):
         client.start()
         tokenizer.send("client.0", rejected(1))
-        for owner in owners:
-            owner.mark_dead("tokenizer.0")
-        await until(lambda: len(got) == 1, sent)  # what it sent before its death is still heard
-        client.send("tokenizer.0", messages.Abort("x", 0))
-        await asyncio.sleep(0.05)
+        mark(owners, dead=True)
+        if told:
+            client.lose(["tokenizer.0"])
+        await until(lambda: len(got) == 1, sent)
+        await asyncio.sleep(0.2)  # ZeroMQ's readers need 0.1 s to be sure
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.process_time() - before < 0.1
+
+    run(owners, body)
+
+
+def test_who_starts_while_a_peer_is_dead_hears_its_next_incarnation(owners):
+    async def body(client, tokenizer, got, sent):
+        tokenizer.send("client.0", rejected(1))
+        mark(owners, dead=True)
+        client.start()
+        await until(lambda: len(got) == 1, sent)
+        await asyncio.sleep(0.15)
+        new = restart(owners, tokenizer)
+        try:
+            new.send("client.0", rejected(2))
+            client.lose(["tokenizer.0"])  # told late
+            client.regain(["tokenizer.0"])
+            await until(lambda: len(got) == 2, sent)
+        finally:
+            new.close()
+
+    run(owners, body)
+
+
+def test_losing_a_peer_that_lives_again_waits_for_nothing(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        tokenizer.send("client.0", rejected(1))
+        client.lose(["tokenizer.0"])
+        tokenizer.send("client.0", rejected(2))
+        await until(lambda: len(got) == 2, sent)
+
+    run(owners, body)
+
+
+def test_many_deaths_leave_no_descriptors(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        new, times = tokenizer, 300 if owners[0].transport == "ring" else 40
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            for _ in range(times):
+                mark(owners, dead=True)
+                client.lose(["tokenizer.0"])
+                new = restart(owners, new)
+                client.regain(["tokenizer.0"])
+                await asyncio.sleep(0)
+            # ZeroMQ's thread closes in its own time.
+            assert len(os.listdir("/proc/self/fd")) < before + times // 2
+        finally:
+            new.close()
 
     run(owners, body)

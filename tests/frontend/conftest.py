@@ -21,7 +21,7 @@ from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
 from ringcast.frontend.loop_thread import LoopThread
-from ringcast.mq import codec, messages
+from ringcast.mq import codec, messages, supervision
 from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
 from ringcast.mq.errors import EngineDeadError
 from ringcast.mq.messages import (
@@ -32,6 +32,7 @@ from ringcast.mq.messages import (
     ErrorInfo,
     Finish,
     Generate,
+    Ping,
     Rejected,
     TokensPrompt,
 )
@@ -81,13 +82,16 @@ class FakeEngine:
     """Answers each Generate with `words`, one token and one chunk each, as the actors would.
 
     hold: stop after so many tokens until aborted. reject: refuse what is sent from now on.
-    fail: end every choice with this error after its words.
+    fail: end every choice with this error after its words. deaf: answer no pings.
+    checkpoint: where no deltas are asked for, a chunk whenever so many tokens have gathered.
     """
 
     words: list[str] = dataclasses.field(default_factory=lambda: list(WORDS))
     hold: int | None = None
     reject: ErrorInfo | None = None
     fail: ErrorInfo | None = None
+    deaf: bool = False
+    checkpoint: int = 64
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 7
     sent: list[Any] = dataclasses.field(default_factory=list)
@@ -106,6 +110,10 @@ class FakeEngine:
         self.sent.append(message)
         if isinstance(message, Abort):
             self._aborted.add(message.request_id)
+        elif isinstance(message, Ping):
+            if not self.deaf:
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._deliver, "detokenizer.0", message)
         else:
             self._num_running += 1
             task = asyncio.get_running_loop().create_task(self._serve(message, self.reject))
@@ -129,6 +137,14 @@ class FakeEngine:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
+    async def crash(self) -> None:
+        """Forget everything, as a new incarnation does."""
+        for task in self._tasks:
+            task.cancel()
+        await self.wait_idle()
+        self._num_running = 0
+        self._aborted.clear()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self.die:
@@ -144,13 +160,16 @@ class FakeEngine:
         prompt = request.prompt
         ids = prompt.token_ids if isinstance(prompt, TokensPrompt) else codec.pack(TEXT_IDS)
         self._deliver("tokenizer.0", Accepted(request.request_id, request.incarnation, ids))
-        left = list(range(request.params.n))
+        left = [resume.choice for resume in request.resume] or list(range(request.params.n))
         await asyncio.gather(*(self._choice(request, i, left) for i in left.copy()))
 
     async def _choice(self, request: Generate, choice: int, left: list[int]) -> None:
-        speaker = Speaker(request, choice)
+        speaker = Speaker(request, choice, self.checkpoint)
         limit = min(len(self.words), request.params.max_tokens or len(self.words))
-        for place, word in enumerate(self.words[:limit]):
+        for resume in request.resume:
+            if resume.choice == choice:
+                speaker.resume(self.words[: len(resume.token_ids) // 4])
+        for place, word in list(enumerate(self.words[:limit]))[speaker.num_tokens :]:
             await until(lambda at=place: self.hold != at or request.request_id in self._aborted)
             if request.request_id in self._aborted:
                 break
@@ -183,9 +202,10 @@ class FakeEngine:
 class Speaker:
     """Makes the chunks of one choice, rendered by the detokenizer's own renderer."""
 
-    def __init__(self, request: Generate, choice: int) -> None:
+    def __init__(self, request: Generate, choice: int, checkpoint: int) -> None:
         self.request = request
         self.choice = choice
+        self.checkpoint = checkpoint
         self.num_tokens = 0
         opened = messages.OpenStream(
             stream=0,
@@ -201,6 +221,11 @@ class Speaker:
         self._words: list[str] = []
         self._rows: list[LogprobRow] = []
 
+    def resume(self, words: list[str]) -> None:
+        for place, word in enumerate(words):
+            self.token(place, word)
+        self._words, self._rows = [], []
+
     def token(self, place: int, word: str) -> Chunk | None:
         self.num_tokens += 1
         self._words.append(word)
@@ -209,7 +234,8 @@ class Speaker:
             texts = [word.encode(), *(f"t{i}".encode() for i in range(k))]
             values = [-0.5, *(-1.0 - i for i in range(k))]
             self._rows.append(LogprobRow(place, 2, ids, values, texts))
-        return self._chunk(None) if self.request.output.delta else None
+        due = self.request.output.delta or len(self._words) >= self.checkpoint
+        return self._chunk(None) if due else None
 
     def end(self, finish: Finish) -> Chunk:
         return self._chunk(finish)
@@ -292,21 +318,24 @@ class FakeConnection:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        on_progress: Callable[[str, messages.Progress], None] | None = None,
+        on_progress: Callable[[str, supervision.Progress], None] | None = None,
     ) -> FakeConnection:
         self.launched.append(config)
         if self.refusal is not None:
             raise self.refusal
         assert on_progress is not None
-        on_progress("worker.0", messages.Progress("loading", 1, 2))
+        on_progress("worker.0", supervision.Progress("loading", 1, 2))
         return self
 
     def attach(
         self,
         deliver: Callable[[str, Any], None],
         on_death: Callable[[EngineDeadError], None],
+        on_lost: Callable[[supervision.PeersLost], None],
+        on_back: Callable[[list[str]], None],
     ) -> None:
         self.engine.deliver, self.engine.die = deliver, on_death
+        self.on_lost, self.on_back = on_lost, on_back
 
     async def close(self, timeout: float) -> None:
         self.num_closed += 1
@@ -352,10 +381,10 @@ class Server:
 def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
     """serve(**ServerConfig's options): the application on a real socket, as its actor runs it."""
 
-    async def status() -> messages.Status:
-        actor = messages.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)
-        edge = messages.EdgeStatus("client.0>tokenizer.0", 1000, 10, 5)
-        return messages.Status([actor], [edge], {"num_running": 2.0})
+    async def status() -> supervision.Status:
+        actor = supervision.ActorStatus("worker.0", 17, "ready", 1.5, 2**20, 0)
+        edge = supervision.EdgeStatus("client.0>tokenizer.0", 1000, 10, 5)
+        return supervision.Status([actor], [edge], {"num_running": 2.0})
 
     @contextlib.asynccontextmanager
     async def serving(**options: Any) -> AsyncIterator[Server]:

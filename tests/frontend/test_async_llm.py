@@ -13,6 +13,7 @@ from ringcast.frontend.outputs import Logprob
 from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import ConfigError, EngineDeadError, InvalidRequestError
 from ringcast.mq.sampling_params import RequestOutputKind, SamplingParams
+from ringcast.mq.supervision import PeersLost
 
 TEXT = "Hello, wörld 🌍!"
 
@@ -53,6 +54,25 @@ async def test_abort_by_id(connection: Any, engine: Any) -> None:
         await llm.abort("mine")
     assert (first.finished, last.outputs[0].finish_reason) == (False, "abort")
     assert len(engine.aborted) == 1
+
+
+async def test_a_death_in_between_is_a_pause(connection: Any, engine: Any) -> None:
+    engine.hold = 2
+    async with AsyncLLM() as llm:
+        outputs = llm.generate("a", SamplingParams(logprobs=1))
+        first = await anext(outputs)
+        while len(first.outputs[0].token_ids) < 2:
+            first = await anext(outputs)
+        await engine.crash()
+        names = ["worker.0", "scheduler.0"]
+        connection.on_lost(PeersLost(1, "worker.0", "it was killed", "", names))
+        connection.on_back(names)
+        engine.hold = None
+        rest = [output async for output in outputs]
+    last = rest[-1].outputs[0]
+    assert (last.text, last.token_ids) == (TEXT, [100, 101, 102, 103, 104])
+    assert [list(logprobs) for logprobs in last.logprobs or []] == [[i, 0] for i in last.token_ids]
+    assert [len(sent.resume) for sent in engine.generated] == [0, 1]
 
 
 async def test_leaving_the_loop_aborts(connection: Any, engine: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringcast.frontend.client import EngineClient, Mailbox
+from ringcast.frontend.client import EngineClient
+from ringcast.frontend.mailbox import Mailbox
 from ringcast.mq import codec
 from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import (

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 
+from ringcast.mq import zmq_channel as zmq_channel_module
 from ringcast.mq.channel import Receiver, Sender
 from ringcast.mq.endpoint import ChannelOwner, open_receiver, open_sender
 from ringcast.mq.inproc import InprocChannel
@@ -77,7 +78,10 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def channel(transport: str, socket_folder: str) -> Iterator[Callable[..., Channel]]:
+def channel(
+    transport: str, socket_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Channel]]:
+    monkeypatch.setattr(zmq_channel_module, "LINGER_MS", 20)  # many senders here have no reader
     with contextlib.ExitStack() as stack:
 
         def make(num_readers: int = 1, capacity: int = 4096) -> Channel:

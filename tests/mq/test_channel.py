@@ -114,10 +114,14 @@ def test_a_full_channel_times_out_with_the_edge_and_the_laggard(channel):
     assert "reader.1" not in text
     assert re.search(r"; full for \d+\.\d s; ", made.owner.describe())
     assert f"{used} of {CAPACITY} bytes, {count} records" in made.owner.describe()
+    seconds, who = made.owner.full()
+    assert 0.03 <= seconds < SOON
+    assert who == f"reader 0 reader.0 (pid {os.getpid()}) is {used} bytes behind"
     idle.receive(SOON)
     idle.commit()
     sender.send(bytes(100), SOON)
     assert "full" not in made.owner.describe()
+    assert made.owner.full() == (0.0, "")
 
 
 def test_laggards_that_never_opened_are_named(channel):
@@ -432,7 +436,173 @@ def test_the_owner_may_close_first_and_twice(channel):
     assert receiver.receive(SOON) == b"kept"
 
 
-# Incarnations and statistics.
+# Incarnations, resets and statistics.
+
+
+def die(made, sender, receiver, reader=0):
+    """What the supervisor and the writer do when a reader dies."""
+    receiver.close()
+    made.owner.mark_dead(f"reader.{reader}")
+    with pytest.raises(PeerDeadError):
+        sender.try_send(b"refused")
+
+
+def reset(made, reader=0):
+    made.owner.reset(f"reader.{reader}")
+    made.owner.mark_alive(f"reader.{reader}")
+
+
+def test_after_a_reset_a_reader_gets_what_is_sent_from_then_on(channel):
+    made = channel(capacity=CAPACITY)
+    sender, receiver = made.sender(), made.receiver()
+    for life in range(4):
+        for record in (b"committed", b"received", b"unread"):
+            assert sender.try_send(record)
+        assert receiver.receive(SOON) == b"committed"
+        receiver.commit()
+        assert receiver.receive(SOON) == b"received"
+        die(made, sender, receiver)
+        assert made.owner.stats().used > 0
+        reset(made)
+        assert made.owner.stats().used == 0
+        early = [b"before it opened, %d" % life, content(1000), b""]
+        for record in early:
+            assert sender.try_send(record)
+        receiver = made.receiver()
+        assert sender.try_send(b"late")
+        assert [receiver.receive(SOON) for _ in range(4)] == [*early, b"late"]
+        receiver.commit()
+        assert receiver.try_receive() is None
+        assert made.owner.stats().used == 0
+
+
+def test_without_a_reset_what_was_not_committed_comes_again(channel, transport):
+    if transport == "zmq":
+        return  # keeps nothing, and says so: test_zmq_channel.py
+    made = channel()
+    sender, receiver = made.sender(), made.receiver()
+    for record in (b"committed", b"received", b"unread"):
+        assert sender.try_send(record)
+    assert receiver.receive(SOON) == b"committed"
+    receiver.commit()
+    assert receiver.receive(SOON) == b"received"
+    die(made, sender, receiver)
+    made.owner.mark_alive("reader.0")
+    receiver = made.receiver()
+    assert [receiver.try_receive() for _ in range(3)] == [b"received", b"unread", None]
+
+
+def test_a_reset_concerns_one_reader(channel):
+    made = channel(num_readers=3)
+    sender, receivers = made.sender(), [made.receiver(i) for i in range(3)]
+    assert sender.try_send(b"old")
+    die(made, sender, receivers[1], reader=1)
+    reset(made, reader=1)
+    assert sender.try_send(b"new")
+    receivers[1] = made.receiver(1)
+    assert receivers[1].receive(SOON) == b"new"
+    for receiver in (receivers[0], receivers[2]):
+        assert [receiver.receive(SOON) for _ in range(2)] == [b"old", b"new"]
+
+
+def test_a_reset_makes_space_and_wakes_the_writer(channel):
+    made = channel()
+    sender = made.sender()
+    count = fill(sender)
+    made.owner.mark_dead("reader.0")
+    made.owner.mark_alive("reader.0")
+    assert sender.arm()
+    sender.disarm()
+    assert sender.arm()
+    made.owner.reset("reader.0")
+    assert rung(sender)
+    sender.disarm()
+    assert fill(sender) == count
+
+
+def test_what_was_refused_is_forgotten_with_a_dead_reader(channel):
+    made = channel()
+    sender, receiver = made.sender(), made.receiver()
+    fill(sender)
+    assert "full for" in made.owner.describe()
+    die(made, sender, receiver)
+    assert "full for" not in made.owner.describe()
+    reset(made)
+    assert not sender.arm()  # nothing is waited for
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_large_record_begins_anew_after_a_reset(channel, met):
+    """Whether or not the writer was sending when the reader died."""
+    made = channel(num_readers=2)
+    sender, receivers = made.sender(), [made.receiver(i) for i in range(2)]
+    large = content(10 * CAPACITY)
+    assert sender.try_send(b"first")
+    assert not sender.try_send(large)
+    assert receivers[0].receive(SOON) == b"first"
+    receivers[0].commit()
+    assert receivers[0].try_receive() is None
+    receivers[0].close()
+    if met:
+        made.owner.mark_dead("reader.0")
+        with pytest.raises(PeerDeadError):
+            sender.try_send(large)
+    reset(made)
+    receivers[0] = made.receiver()
+    assert receivers[1].receive(SOON) == b"first"
+    receivers[1].commit()
+    assert carry(sender, receivers, [large, b"after"]) == [[large, b"after"]] * 2
+
+
+def test_a_reset_is_for_readers(channel):
+    with pytest.raises(ValueError, match="not in tuple"):
+        channel().owner.reset("writer.0")
+
+
+def test_progress_tells_who_stands_still(channel):
+    made = channel(num_readers=2)
+    sender, busy = made.sender(), made.receiver(0)
+    assert made.owner.progress() == [("reader.0", 0, 0), ("reader.1", 0, 0)]
+    for _ in range(2):
+        assert sender.try_send(bytes(48))
+    assert busy.receive(SOON) == bytes(48)
+    assert made.owner.progress() == [("reader.0", 0, 128), ("reader.1", 0, 128)]
+    busy.commit()
+    assert made.owner.progress() == [("reader.0", 64, 128), ("reader.1", 0, 128)]
+    made.owner.reset("reader.1")
+    assert made.owner.progress() == [("reader.0", 64, 128), ("reader.1", 128, 128)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_deaths_and_resets(channel, seed):
+    """Two readers; whoever dies is reset. What each gets is what was sent since its last reset."""
+    rng, made = random.Random(seed), channel(num_readers=2)
+    sender, receivers = made.sender(), [made.receiver(i) for i in range(2)]
+    sent, at = 0, [0, 0]
+    for _ in range(300):
+        what, reader = rng.choice(["send", "send", "receive", "commit", "die", "new writer"]), 0
+        if what == "send":
+            sent += sender.try_send(b"%d" % sent + bytes(rng.choice([0, 30, 900])))
+            continue
+        reader = rng.randrange(2)
+        if what == "receive" and at[reader] < sent:
+            assert int(receivers[reader].receive(SOON).rstrip(b"\0")) == at[reader]
+            at[reader] += 1
+        elif what == "commit":
+            receivers[reader].commit()
+        elif what == "die" and rng.random() < 0.2:
+            die(made, sender, receivers[reader], reader)
+            reset(made, reader)
+            at[reader] = sent
+            receivers[reader] = made.receiver(reader)
+        elif what == "new writer" and at == [sent, sent]:
+            sender.close()
+            sender = made.sender()
+    for reader, receiver in enumerate(receivers):
+        for number in range(at[reader], sent):
+            assert int(receiver.receive(SOON).rstrip(b"\0")) == number
+        receiver.commit()
+    assert made.owner.stats().used == 0
 
 
 def test_a_new_writer_goes_on(channel):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from ringcast.actors.topology import EDGES
-from ringcast.mq import codec, messages
+from ringcast.mq import codec, messages, supervision
 from ringcast.mq.errors import CorruptRecordError
 from ringcast.mq.sampling_params import SamplingParams
 
@@ -65,8 +65,12 @@ def values(kind: inspect.Type) -> st.SearchStrategy:
     return st.builds(kind.cls, **{field.name: values(field.type) for field in kind.fields})
 
 
+def union_named(name: str):
+    return getattr(messages, name, None) or getattr(supervision, name)
+
+
 def members(union: str) -> tuple[type, ...]:
-    types = getattr(messages, union)
+    types = union_named(union)
     return get_args(types) or (types,)
 
 
@@ -76,7 +80,7 @@ def messages_of(union: str) -> st.SearchStrategy:
 
 @pytest.mark.parametrize("union", UNIONS)
 def test_every_message_of_an_edge_comes_back_equal(union):
-    decode = codec.Decoder(getattr(messages, union))
+    decode = codec.Decoder(union_named(union))
     seen = set()
 
     @settings(max_examples=60)
@@ -99,7 +103,7 @@ ALONE = (messages.Rejected, messages.StepPlan, messages.StopStream, messages.Chu
 def test_every_union_in_messages_is_an_edge():
     unions = {
         name
-        for name, value in vars(messages).items()
+        for name, value in (vars(messages) | vars(supervision)).items()
         if re.fullmatch("[A-Z][a-z]+To[A-Z][a-z]+", name) and (get_args(value) or value in ALONE)
     }
     assert unions == set(UNIONS)
@@ -107,7 +111,7 @@ def test_every_union_in_messages_is_an_edge():
 
 @pytest.mark.parametrize("union", UNIONS)
 def test_garbage_is_an_error(union):
-    decode = codec.Decoder(getattr(messages, union))
+    decode = codec.Decoder(union_named(union))
 
     @settings(max_examples=60)
     @given(st.binary(max_size=64))
@@ -120,7 +124,7 @@ def test_garbage_is_an_error(union):
 
 @pytest.mark.parametrize("union", UNIONS)
 def test_a_message_cut_short_is_an_error(union):
-    decode = codec.Decoder(getattr(messages, union))
+    decode = codec.Decoder(union_named(union))
 
     @settings(max_examples=40)
     @given(messages_of(union), st.data())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringcast.mq import ends
+from ringcast.mq import ring as ring_module
+from ringcast.mq.errors import PeerDeadError
 
 
 @pytest.fixture
@@ -83,3 +85,22 @@ def test_an_untested_processor_rings_for_everything(ring, monkeypatch):
     assert receiver.try_receive() == b""
     receiver.commit()
     assert [bell.drain() for bell in made.owner.bells] == [True, True]
+
+
+def test_an_untested_processor_gets_everything_too(ring, monkeypatch):
+    for module in (ends, ring_module):
+        monkeypatch.setattr(module, "WEAK", True)
+    made = ring(capacity=1024)
+    sender, receiver = made.sender(), made.receiver()
+    payloads = [b"1", bytes(5000), b"", bytes(1000)] * 20
+    left, got = list(payloads), []
+    while len(got) < len(payloads):
+        while left and sender.try_send(left[0]):
+            left.pop(0)
+        while (record := receiver.try_receive()) is not None:
+            got.append(record)
+        receiver.commit()
+    assert got == payloads
+    made.owner.mark_dead("writer.0")
+    with pytest.raises(PeerDeadError):
+        receiver.try_receive()

@@ -40,7 +40,7 @@ def test_wrap_around_at_every_offset(ring, start):
     assert words_of(made)[PUBLISHED] > 2**32
 
 
-@pytest.mark.parametrize("start", [2**32 - 64, 2**53 - 64, 2**63 - 64])
+@pytest.mark.parametrize("start", [2**32 - 64, 2**53 - 64, 2**63 - 64, 2**64 - 10**6])
 def test_positions_grow_beyond_every_power(ring, start):
     made = ring(num_readers=2, capacity=CAPACITY, start=start // 16 * 16)
     sender, receivers = made.sender(), [made.receiver(i) for i in range(2)]
@@ -282,7 +282,26 @@ def test_too_many_readers_are_refused(num_readers):
         Board.format(bytearray(8192), CAPACITY, num_readers)
 
 
-def test_sixty_four_readers(ring):
+@pytest.mark.parametrize("num_readers", range(1, 65))
+def test_any_number_of_readers(ring, num_readers):
+    made = ring(num_readers, capacity=CAPACITY, start=2**32 - 32)
+    sender, receivers = made.sender(), [made.receiver(i) for i in range(num_readers)]
+    payloads, got = [b"1", LARGE, b"", LARGE[:900]], [[] for _ in receivers]
+    left = list(payloads)
+    while left or len(got[-1]) < len(payloads):
+        while left and sender.try_send(left[0]):
+            left.pop(0)
+        for receiver, records in zip(receivers, got, strict=True):
+            while (record := receiver.try_receive()) is not None:
+                records.append(record)
+            receiver.commit()
+    assert got == [payloads] * num_readers
+    assert not sender.try_send(LARGE)  # nobody reads
+    late = [f"reader {i} reader.{i} " in sender.laggards() for i in range(num_readers)]
+    assert late == [True] * num_readers
+
+
+def test_the_last_of_sixty_four_readers(ring):
     made = ring(num_readers=64)
     sender, receivers = made.sender(), [made.receiver(i) for i in range(64)]
     assert receivers[63].arm()

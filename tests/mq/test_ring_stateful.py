@@ -23,7 +23,7 @@ class RingMachine(RuleBasedStateMachine):
         self.refused = None  # the payload that try_send refused last
         self.serial = 0
 
-    @initialize(num_readers=st.integers(1, 3), start=st.sampled_from([0, 2**32 - 128]))
+    @initialize(num_readers=st.integers(1, 3), start=st.sampled_from([0, 2**32 - 128, 2**63 - 128]))
     def make(self, num_readers, start):
         names = tuple(f"r.{i}" for i in range(num_readers))
         self.owner = ChannelOwner.create("ring", "e", "w", names, "Any", CAPACITY, "", start)
@@ -75,6 +75,16 @@ class RingMachine(RuleBasedStateMachine):
             self.readers[reader].close()
             self.readers[reader] = open_receiver(self.owner.endpoint(f"r.{reader}"))
             self.received[reader] = self.committed[reader]
+
+    @rule(data=st.data())
+    def reset_reader(self, data):
+        reader = self.pick(data)
+        self.readers[reader].close()
+        self.owner.reset(f"r.{reader}")
+        self.received[reader] = self.committed[reader] = len(self.sent)
+        if data.draw(st.booleans(), label="send before it opens"):
+            self.send(data.draw(SIZES, label="size"))
+        self.readers[reader] = open_receiver(self.owner.endpoint(f"r.{reader}"))
 
     @rule()
     def reincarnate_writer(self):

@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 
+from ringcast.actors.core import PeerLost
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.executor.fake_runner import FakeModelRunner, expected_tokens
 from ringcast.mq import codec, messages
@@ -26,13 +27,17 @@ def make_spec(**changes):
 
 
 class Engine:
-    """Drives one core. `opened`, `ends` and `tokens` are what the detokenizer heard, by stream."""
+    """Drives one core. `opened`, `ends` and `tokens` are what the detokenizer heard, by stream.
+
+    `tokens` begin with those that were resumed. `lost` are streams whose ends nobody will hear.
+    """
 
     def __init__(self, spec=None, ready=True, max_steps_in_flight=1, **options):
         defaults = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
         self.config = EngineConfig(**{**defaults, **options})
         self.spec = spec or make_spec()
-        self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=max_steps_in_flight)
+        self.ahead = max_steps_in_flight
+        self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=self.ahead)
         self.worker_spec = make_spec()  # its fake tokens may be EOS ids of the scheduler's
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs = []  # of the worker, not yet handed to the core
@@ -42,6 +47,8 @@ class Engine:
         self.opened = {}
         self.num_cached = {}
         self.now = 0.0
+        self.lost = set()
+        self.pings = []
         self.ends = defaultdict(list)
         self.tokens = defaultdict(list)
         if ready:
@@ -53,7 +60,10 @@ class Engine:
     def handle(self, message, source="tokenizer.0"):
         assert list(self.core.handle(source, message, self.now)) == []
 
-    def add(self, request_id, prompt, incarnation=0, cache_salt="", **params):
+    def add(
+        self, request_id, prompt, incarnation=0, cache_salt="", client=0, resume=None, **params
+    ):
+        """resume: the output so far of each choice that goes on."""
         params = SamplingParams(seed=0, **{"max_tokens": 8, **params})
         self.prompts[request_id, incarnation] = list(prompt)
         self.handle(
@@ -62,14 +72,32 @@ class Engine:
                 incarnation,
                 codec.pack(prompt),
                 params,
-                messages.OutputSpec(client=0),
+                messages.OutputSpec(client),
                 0.0,
                 cache_salt,
+                [
+                    messages.Resume(choice, codec.pack(output))
+                    for choice, output in (resume or {}).items()
+                ],
             )
         )
 
     def abort(self, request_id, incarnation=0):
         self.handle(messages.AbortRequest(request_id, incarnation))
+
+    def lose_detokenizer(self):
+        """It dies with all it knew, and another one comes."""
+        self.handle(PeerLost(), "detokenizer.0")
+
+    def restart(self):
+        """Scheduler and worker die, and others come."""
+        self.lost |= {stream for stream in self.opened if not self.ends[stream]}
+        old = self.core
+        self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=self.ahead)
+        self.core._next_stream = old._next_stream  # so that `opened` can tell them apart
+        self.runner = FakeModelRunner(self.config, self.worker_spec)
+        self.outputs.clear()
+        self.worker_ready()
 
     def stop(self, stream, num_tokens):
         self.handle(messages.StopStream(stream, num_tokens), "detokenizer.0")
@@ -141,9 +169,12 @@ class Engine:
         statistics = self.core.statistics()
         assert statistics["free_blocks"] == statistics["num_blocks"] - 1
         for stream, opened in self.opened.items():
-            (end,) = self.ends[stream]
             tokens = self.tokens[stream]
-            assert len(tokens) >= end.num_tokens
+            if stream in self.lost:
+                assert not self.ends[stream]
+            else:
+                (end,) = self.ends[stream]
+                assert len(tokens) >= end.num_tokens
             request, choice = (opened.request_id, opened.incarnation), opened.choice
             wanted = expected_tokens(
                 self.prompts[request] or [0], choice, len(tokens), self.worker_spec
@@ -154,6 +185,10 @@ class Engine:
         if isinstance(message, messages.OpenStream):
             assert message.stream not in self.opened
             self.opened[message.stream] = message
+            self.tokens[message.stream] += codec.ints(message.resumed).tolist()
+            return
+        if isinstance(message, messages.Ping):
+            self.pings.append(message)
             return
         self.stream_steps.append(message)
         streams, index, tokens = (
@@ -163,12 +198,14 @@ class Engine:
         for stream, place, token in zip(streams, index, tokens, strict=True):
             assert stream in self.opened
             assert not self.ends[stream]
+            assert stream not in self.lost
             assert place == len(self.tokens[stream])
             self.tokens[stream].append(token)
         for stream, num_cached in message.cached:
             assert stream in streams
             self.num_cached[stream] = num_cached
         for end in message.ends:
+            assert end.stream not in self.lost
             self.ends[end.stream].append(end)
 
 

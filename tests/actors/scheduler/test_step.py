@@ -13,7 +13,7 @@ def sequence():
     message = messages.AddRequest(
         "r", 0, codec.pack(range(10)), SamplingParams(seed=0), messages.OutputSpec(0), 0.0
     )
-    sequence = Request(message, [0], [2], 512).first
+    sequence = Request(message, iter([0]), [2], 512).leading[0]
     sequence.row = 3
     sequence.entered_step = 5
     return sequence

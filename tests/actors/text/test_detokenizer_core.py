@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringcast.actors.core import PeerLost, Send
 from ringcast.actors.text import token_decoder
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.logprob_rows import unpack_rows
@@ -23,6 +24,7 @@ from ringcast.mq.messages import (
     ErrorInfo,
     OpenStream,
     OutputSpec,
+    Ping,
     PromptLogprobs,
     StopStream,
     StreamEnd,
@@ -43,13 +45,15 @@ class Driver:
         self.chunks: dict[str, list[Chunk]] = {}
         self.stops: list[StopStream] = []
 
-    def open(self, stream: int, client: int = 0, choice: int = 0, **options: Any) -> None:
+    def open(
+        self, stream: int, client: int = 0, choice: int = 0, incarnation: int = 0, **options: Any
+    ) -> None:
         names = ("form", "delta", "null_usage", "index_offset")
         output = {name: options.pop(name) for name in names if name in options}
         output.setdefault("delta", True)
         params = SamplingParams(**options)
         spec = OutputSpec(client, response_id="id", model="tiny", created=1, **output)
-        opened = OpenStream(stream, f"r{stream}", 2, choice, 5, params, spec)
+        opened = OpenStream(stream, f"r{stream}", incarnation, choice, 5, params, spec)
         assert list(self.core.handle("scheduler.0", opened, 0.0)) == []
 
     def step(
@@ -159,7 +163,7 @@ def test_streams_add_up(
 
 def test_a_flush_is_one_message_for_each_client(driver: Driver) -> None:
     for stream in range(4):
-        driver.open(stream, client=stream // 2)
+        driver.open(stream, client=stream // 2, incarnation=2)
     a, b = driver.tokenizer.encode("a") + driver.tokenizer.encode("b")
     driver.step([(stream, 0, a) for stream in range(4)])
     driver.step([(stream, 1, b) for stream in range(4)])
@@ -353,6 +357,54 @@ def test_whole_choices_are_one_chunk(driver: Driver) -> None:
         (chunk,) = driver.chunks[f"r{choice}"]
         assert (chunk.choice, chunk.text, chunk.data) == (choice, "The dog", b"")
         assert codec.ints(chunk.token_ids).tolist() == driver.tokenizer.encode("The dog")
+
+
+def chunk_sizes(driver: Driver, stream: int) -> list[int]:
+    return [len(chunk.token_ids) // 4 for chunk in driver.chunks[f"r{stream}"]]
+
+
+def test_whole_choices_send_a_checkpoint_now_and_then(driver: Driver) -> None:
+    ids = driver.tokenizer.encode("The dog sleeps. " * 40)[:150]
+    driver.open(1, delta=False)
+    driver.open(2, delta=False, incarnation=1)
+    driver.open(3, delta=False)
+    for i, token_id in enumerate(ids):
+        driver.step([(1, i, token_id), (2, i, token_id), (3, i, token_id)])
+        if i not in (62, 63, 64):
+            driver.flush()
+    driver.end(1, "length", 150)
+    driver.end(2, "length", 150)
+    assert chunk_sizes(driver, 1) == [66, 64, 20]
+    assert chunk_sizes(driver, 2) == [*[8] * 7, 10, *[8] * 10, 4]
+    assert chunk_sizes(driver, 3) == [66, 64]
+    for stream in (1, 2):
+        assert driver.ids(stream) == ids
+        assert driver.text(stream) == driver.tokenizer.decode(ids)
+
+
+def test_a_lost_scheduler_s_streams_are_forgotten(driver: Driver) -> None:
+    driver.open(1)
+    driver.open(2, stop=("d",))
+    driver.say(1, "The ")
+    driver.step([(1, 9, 0), (2, 0, driver.tokenizer.encode("d")[0])])  # a gap, and a stop string
+    for name in ("client.0", "tokenizer.0"):
+        assert list(driver.core.handle(name, PeerLost(), 0.0)) == []
+    assert driver.core.statistics()["streams"] == 2
+    assert list(driver.core.handle("scheduler.0", PeerLost(), 0.0)) == []
+    assert list(driver.core.flush(0.0)) == []
+    statistics = driver.core.statistics()
+    assert statistics["streams"] == 0
+    driver.step([(1, 1, 0)], [StreamEnd(1, "length", 2)], cached=[(2, 4)])
+    driver.flush()
+    assert driver.core.statistics()["dropped"] == statistics["dropped"] + 2
+    driver.open(2)  # the next scheduler counts from 0 again
+    driver.say(2, "dog")
+    assert driver.text(2) == "dog"
+
+
+def test_a_ping_goes_to_its_client(driver: Driver) -> None:
+    ping = Ping(client=3, number=8)
+    assert list(driver.core.handle("scheduler.0", ping, 0.0)) == [Send("client.3", ping)]
 
 
 def step_logprobs(rows: dict[int, list[tuple[int, float]]], width: int) -> TokenLogprobs:

@@ -72,6 +72,17 @@ def test_completion_events() -> None:
     assert last == head | {"choices": [choice | end]}
 
 
+def test_a_stream_that_is_resumed_has_begun() -> None:
+    events = renderer("chat")
+    events.resume(12)
+    first = parse(events.event("a", [], None))
+    assert first["choices"][0]["delta"] == {"content": "a"}
+    events = renderer("completion")
+    events.resume(12)
+    logprobs = parse(events.event("a bc", ROWS, None))["choices"][0]["logprobs"]
+    assert logprobs["text_offset"] == [12, 13]
+
+
 @pytest.mark.parametrize("form", ["chat", "completion"])
 def test_null_usage_is_in_every_event(form: str) -> None:
     events = renderer(form, null_usage=True)

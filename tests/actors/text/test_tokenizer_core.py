@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ringcast.actors.core import Send
+from ringcast.actors.core import PeerLost, Send
 from ringcast.actors.text.text_tokenizer import TextTokenizer
 from ringcast.actors.text.tokenizer_core import TokenizerCore
 from ringcast.mq import codec
@@ -17,6 +17,7 @@ from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.messages import (
     Abort,
+    AbortClient,
     AbortRequest,
     Accepted,
     AddRequest,
@@ -24,8 +25,10 @@ from ringcast.mq.messages import (
     ErrorInfo,
     Generate,
     OutputSpec,
+    Ping,
     Prompt,
     Rejected,
+    Resume,
     TextPrompt,
     TokensPrompt,
 )
@@ -279,3 +282,25 @@ def test_a_failure_of_ours_costs_one_request(
 def test_an_abort_follows_its_request(driver: Driver) -> None:
     (send,) = driver.core.handle("client.7", Abort("r", 3), 0.0)
     assert send == ("scheduler.0", AbortRequest("r", 3))
+
+
+def test_a_takeover_goes_on_with_its_output(driver: Driver) -> None:
+    resume = [Resume(1, codec.pack([7, 8])), Resume(2, b"")]
+    request = generate(TokensPrompt(codec.pack([1, 2])), n=3, max_tokens=None)
+    request = msgspec.structs.replace(request, resume=resume)
+    accepted, add = driver.core.handle("client.7", request, 0.0)
+    assert accepted == ("client.7", Accepted("r", 3, codec.pack([1, 2])))
+    assert add.message.resume == resume
+    assert add.message.params.max_tokens == 62  # output included, as the first time
+
+
+def test_a_lost_client_is_told_of_behind_its_requests(driver: Driver) -> None:
+    (send,) = driver.core.handle("client.12", PeerLost(), 0.0)
+    assert send == ("scheduler.0", AbortClient(12))
+    for name in ("scheduler.0", "detokenizer.0"):
+        assert list(driver.core.handle(name, PeerLost(), 0.0)) == []
+
+
+def test_a_ping_goes_on(driver: Driver) -> None:
+    (send,) = driver.core.handle("client.7", Ping(7, 2), 0.0)
+    assert send == ("scheduler.0", Ping(7, 2))

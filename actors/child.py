@@ -1,0 +1,81 @@
+"""One actor's process, as the supervisor holds it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from typing import Literal
+
+import msgspec
+
+from ..mq import supervision
+from .boot import Boot, memory_fd
+from .control import Control
+from .linux import describe_exit
+
+
+class Child:
+    """Started by `spawn`. It has a control connection, and a descriptor (`pidfd`) that becomes
+    readable when the process ends.
+
+    reason: why it was killed by us, if it was.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], control: Control) -> None:
+        self.name = name
+        self.control = control
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self.state: Literal["starting", "ready", "dead"] = "starting"
+        self.reason = ""
+        self.last_words: supervision.ActorFailed | None = None
+        self._process = process
+
+    @classmethod
+    def spawn(cls, make_boot: Callable[[int], Boot], fds: Collection[int]) -> Child:
+        """make_boot: what the actor is told, given the number of its control descriptor. fds: what
+        else it inherits."""
+        ours, theirs = Control.pair()
+        boot = make_boot(theirs.fileno())
+        boot_fd = memory_fd(msgspec.msgpack.encode(boot))
+        command = [sys.executable, "-P", "-m", "ringcast.actors.boot", str(boot_fd)]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds={boot_fd, theirs.fileno(), *fds}
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            os.close(boot_fd)
+            theirs.close()
+        return cls(boot.actor, process, Control(ours, supervision.ActorToSupervisor))
+
+    def kill(self, reason: str = "") -> None:
+        self.reason = self.reason or reason
+        if self.state != "dead":
+            self._process.send_signal(signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Its process has ended (or is about to): take it away, and close what is left of it."""
+        if self.state == "dead":
+            return
+        self._status = self._process.wait()
+        self.state = "dead"
+        os.close(self.pidfd)
+        self.control.close()
+
+    def describe_death(self) -> tuple[str, str, bool]:
+        """(what happened, the child's own traceback if it sent one, whether the user did it)"""
+        words = self.last_words
+        if words is not None and words.user_error:
+            return words.error, words.traceback, True
+        error = f"{self.name} (pid {self.pid}) died: {describe_exit(self._status)}"
+        if self.reason:
+            return self.reason, "", False
+        if words is not None:
+            return f"{error}: {words.error}", words.traceback, False
+        return error, "", False

@@ -1,0 +1,83 @@
+"""`ringcast topology`: draws the process graph, as actors/topology.py has it.
+
+With --url it is the graph of a running server: its numbers of actors, and their pids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...mq.board import MAX_READERS
+from ...mq.config import EngineConfig
+from ...mq.endpoint import SENDERS
+from ...mq.errors import ConfigError
+from .graph import Graph, make_graph
+from .graph_svg import draw_svg
+from .graph_text import draw_text
+from .remote import RemoteServer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--svg", metavar="FILE", help="write an SVG drawing; - is standard output")
+    form.add_argument("--json", action="store_true", help="print JSON, with every channel")
+    parser.add_argument("--url", help="a running server, whose actors are drawn with their pids")
+    parser.add_argument("--clients", type=int, metavar="N", help="as with N API servers")
+    parser.add_argument("--workers", type=int, metavar="N", help="as with N workers")
+    parser.add_argument(
+        "--transport",
+        choices=tuple(SENDERS),
+        help=f"as with this transport (default: {EngineConfig().transport})",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    graph = _graph(args)
+    if args.svg is not None:
+        _write(args.svg, draw_svg(graph))
+    elif args.json:
+        print(msgspec.json.format(msgspec.json.encode(graph)).decode())
+    else:
+        print(draw_text(graph))
+    return 0
+
+
+def _graph(args: argparse.Namespace) -> Graph:
+    asked = {"client": args.clients, "worker": args.workers}
+    counts = {kind: count for kind, count in asked.items() if count is not None}
+    if args.url is not None:
+        if counts or args.transport:
+            raise ConfigError("--url draws what runs there, so no other numbers and no transport")
+        return graph_of(asyncio.run(_status(args.url)))
+    for kind, count in counts.items():
+        if not 1 <= count <= MAX_READERS:
+            raise ConfigError(f"--{kind}s {count}: it must be 1 to {MAX_READERS}")
+    return make_graph(counts, args.transport or EngineConfig().transport)
+
+
+def graph_of(status: dict[str, Any]) -> Graph:
+    """The graph of a running server, from its /status. (That doesn't tell the transport.)"""
+    pids = {actor["name"]: actor["pid"] for actor in status["actors"]}
+    return make_graph(Counter(name.partition(".")[0] for name in pids), pids=pids)
+
+
+async def _status(url: str) -> Any:
+    async with RemoteServer(url) as server:
+        return await server.get("/status")
+
+
+def _write(file: str, text: str) -> None:
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {file}: {error.strerror}") from None

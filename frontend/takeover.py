@@ -1,0 +1,171 @@
+"""Who takes a dead engine's requests over: their client, which hands them over again.
+
+While anything that a request needs is down, nothing is sent, and what is to be sent is *parked* in
+the ledger. What a death does to a request that was sent depends on what died with it:
+
+    died               exposed to it is                          gets a strike if exposed
+    engine             every request                             yes
+    detokenizer        every request                             yes
+    tokenizer          one not known to be in the scheduler:     if it was not accepted
+                       not accepted, or not begun (handle.py)
+
+An exposed request gets its next incarnation, with what its caller has of it, and is parked. (So
+late words of the older one are known for what they are.) One that is aborting is closed instead.
+What was parked by the tokenizer's death may be running all the same: it is *at large*, and exposed
+to the death of the engine or the detokenizer until it is sent again.
+
+Some requests kill engines. They are found by their *strikes*: a death while a request was under
+way is its first one if it had proven itself since it was sent, or if something else had died the
+last time; else one more. At MAX_STRIKES it fails as poisonous and isn't sent again. Innocent ones
+share its first strike, so they must not share its second. When all is up again,
+
+1. what has no strike goes at once,
+2. what has one goes *on trial*: one at a time, in the ledger's order, the next when the one before
+   has proven itself or has ended.
+
+So of all that have a strike and are not proven, a killer is the only one out when it kills again.
+What can still take an innocent one on trial with it is another killer that has no strike yet: new
+requests don't wait for a trial, which would make everybody wait for the sake of two killers at
+once.
+
+A request that ends here and not in the engine may still have a straggler there (a Generate that was
+under way). So an Abort follows it, as soon as there is somebody to hear it. (If the tokenizer dies
+with that, the straggler runs to its own end, unheard.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from ..mq.errors import PoisonousRequestError
+from ..mq.messages import Abort, ClientToTokenizer
+from .handle import RequestHandle
+
+MAX_STRIKES = 2
+_NEEDED = frozenset({"tokenizer", "detokenizer", "scheduler", "worker"})
+
+
+class Takeover:
+    """What is down, what waits for it, and who is on trial.
+
+    send: to the tokenizer; never called while anything is down.
+    down: the names of what has died and isn't back. last_death: the text of the last death.
+    on_trial: the one request that has a strike, is out, and may not have proven itself.
+    """
+
+    def __init__(self, send: Callable[[ClientToTokenizer], None]) -> None:
+        self.down: set[str] = set()
+        self.last_death = ""
+        self.on_trial: RequestHandle | None = None
+        self.num_takeovers = 0
+        self.num_poisoned = 0
+        self._send = send
+        self._waiting: deque[RequestHandle] = deque()  # for their trial
+        self._late: dict[str, Abort] = {}  # by request, to be sent when all is up
+
+    def abort(self, handle: RequestHandle) -> None:
+        """Tell the engine to end a request, now or when it can hear; not one it never got."""
+        if not handle.sent:
+            return
+        abort = Abort(handle.request_id, handle.request.incarnation)  # and all older ones
+        if self.down:
+            self._late[handle.request_id] = abort
+        else:
+            self._send(abort)
+
+    def lost(
+        self, names: Sequence[str], error: str, ledger: Iterable[RequestHandle]
+    ) -> list[RequestHandle]:
+        """These have died. Returns the requests that have ended by it."""
+        needed = [name for name in names if _kind(name) in _NEEDED]
+        if not needed:
+            return []
+        self.down.update(needed)
+        self.last_death = error
+        self.on_trial = None  # it wasn't proven, so it is parked or ends now
+        self._waiting.clear()
+        unit = _unit(needed[0])
+        for handle in ledger:
+            if not handle.parked or (handle.at_large and unit != "tokenizer"):
+                self._hit(handle, unit)
+        return [handle for handle in ledger if not handle.open]
+
+    def regained(self, names: Iterable[str], ledger: Iterable[RequestHandle]) -> None:
+        """New incarnations of these are ready. With the last of them, what is parked goes again."""
+        if not self.down:
+            return
+        self.down.difference_update(names)
+        if self.down:
+            return
+        for abort in self._late.values():
+            self._send(abort)
+        self._late.clear()
+        parked = [handle for handle in ledger if handle.parked]
+        self._waiting.extend(handle for handle in parked if handle.strikes)
+        for handle in parked:
+            if not handle.strikes:
+                self._hand_over(handle)
+        self._try_next()
+
+    def settle(self, handle: RequestHandle) -> None:
+        """This request has proven itself or has ended."""
+        if handle is self.on_trial:
+            self._try_next()
+
+    def stop(self) -> None:
+        """Nothing comes back any more."""
+        self.on_trial = None
+        self._waiting.clear()
+        self._late.clear()
+
+    def _hit(self, handle: RequestHandle, unit: str) -> None:
+        just_tokenizer = unit == "tokenizer"
+        exposed = not (just_tokenizer and handle.accepted and handle.begun)
+        if handle.aborting:
+            self.abort(handle)
+            if exposed:
+                handle.end_as_aborted()
+        elif exposed:
+            if not (just_tokenizer and handle.accepted):
+                again = handle.struck_with == unit and not handle.proven
+                handle.strikes = handle.strikes + 1 if again else 1
+                handle.struck_with = unit
+            if handle.strikes < MAX_STRIKES:
+                handle.park(at_large=just_tokenizer)
+            else:
+                self._give_up(handle)
+
+    def _give_up(self, handle: RequestHandle) -> None:
+        self.num_poisoned += 1
+        self.abort(handle)
+        handle.fail(
+            PoisonousRequestError(
+                f"request {handle.request_id} was under way at {MAX_STRIKES} deaths of the "
+                f"{handle.struck_with} in a row, and nothing came of it between them: it may be "
+                f"their cause, and is not tried again. The last death: {self.last_death}"
+            )
+        )
+
+    def _try_next(self) -> None:
+        self.on_trial = None
+        while self._waiting and self.on_trial is None:
+            handle = self._waiting.popleft()
+            if handle.open:
+                self.on_trial = handle
+                self._hand_over(handle)
+
+    def _hand_over(self, handle: RequestHandle) -> None:
+        request = handle.hand_over()
+        self.num_takeovers += request.incarnation > 0
+        self._send(request)
+
+
+def _unit(name: str) -> str:
+    """What dies as one (topology.py): the workers and their scheduler are an engine."""
+    kind = _kind(name)
+    return "engine" if kind in ("scheduler", "worker") else kind
+
+
+def _kind(name: str) -> str:
+    return name.partition(".")[0]

@@ -1,0 +1,188 @@
+"""What the supervisor and the actors say to each other: beginnings, ends and deaths, and numbers.
+
+It travels over a socket pair of each actor (actors/control.py), which is also its lifeline, beside
+the channels with their requests and tokens (messages.py). One actor's life, seen from here:
+
+    actor -> supervisor       Progress ..., ActorReady, Statistics ..., ActorFailed if it fails
+    supervisor -> actor       PeersLost (answered by PeersForgotten), PeersBack, Shutdown
+    client <-> supervisor     TopologyReady, Listening; BeginDrain, Drained; TopologyFailed;
+                              StatusRequest, Status
+    supervisor -> LLM         Attach, ActorProgress
+"""
+
+from __future__ import annotations
+
+from .messages import Message
+
+
+class Progress(Message, tag="progress"):
+    """How far a slow start has come, for progress bars."""
+
+    what: str
+    done: int
+    total: int
+
+
+class ActorReady(Message, tag="ready"):
+    """This actor does its work from now on.
+
+    `details` are shown to the user (for a worker: dtype, blocks, ...).
+    """
+
+    details: dict[str, str | int | float] = {}
+
+
+class ActorFailed(Message, tag="failed"):
+    """Sent last by an actor that ends with an exception."""
+
+    error: str
+    traceback: str
+    user_error: bool = False
+
+
+class Drained(Message, tag="drained"):
+    """A client has no request left, after BeginDrain."""
+
+
+class Listening(Message, tag="listening"):
+    """A client answers TopologyReady: it now takes requests, at `address`."""
+
+    address: str
+
+
+class StatusRequest(Message, tag="status?"):
+    """Asks for a Status."""
+
+
+class Statistics(Message, tag="statistics"):
+    """A few named numbers that an actor publishes about itself, once a second while it works."""
+
+    values: dict[str, float]
+
+
+class PeersForgotten(Message, tag="peers_forgotten"):
+    """Answers PeersLost."""
+
+    death: int
+
+
+ActorToSupervisor = (
+    Progress
+    | ActorReady
+    | ActorFailed
+    | Listening
+    | Drained
+    | StatusRequest
+    | Statistics
+    | PeersForgotten
+)
+
+
+class BeginDrain(Message, tag="drain"):
+    """Accept nothing new; answer Drained when all has ended, or was aborted at the deadline."""
+
+    timeout: float
+
+
+class Shutdown(Message, tag="shutdown"):
+    """End now: close channels and exit 0."""
+
+
+class TopologyFailed(Message, tag="topology_failed"):
+    """To clients: the topology ends, because `actor` has died and doesn't come again.
+
+    Whatever waits fails with this text. Clients answer Drained.
+    """
+
+    actor: str
+    error: str
+    traceback: str
+    user_error: bool = False
+
+
+class PeersLost(Message, tag="peers_lost"):
+    """`actor` has died, and with it all of `lost`, which is restarted as one.
+
+    Take in what they had sent, forget what they knew, send them nothing more, and then answer
+    PeersForgotten(death). Nothing of what they were sent will be answered.
+    """
+
+    death: int
+    actor: str
+    error: str
+    traceback: str
+    lost: list[str]
+
+
+class PeersBack(Message, tag="peers_back"):
+    """New incarnations of these are ready. They know nothing of what was before."""
+
+    names: list[str]
+
+
+class ActorStatus(Message):
+    name: str
+    pid: int
+    state: str
+    cpu_seconds: float
+    rss_bytes: int
+    restarts: int
+
+
+class EdgeStatus(Message):
+    """full_seconds: for how long the writer has had what doesn't fit; 0.0 if all fits. laggards:
+    who has not read how much, in words, while it is full.
+    """
+
+    name: str
+    capacity: int
+    used: int
+    records: int
+    full_seconds: float = 0.0
+    laggards: str = ""
+
+
+class Status(Message, tag="status"):
+    actors: list[ActorStatus]
+    edges: list[EdgeStatus]
+    statistics: dict[str, float]
+
+
+class TopologyReady(Message, tag="topology_ready"):
+    """To clients: every actor is ready, open the door. To a restarted client, once it is ready.
+
+    `details` are those of the workers' ActorReady.
+    """
+
+    details: dict[str, str | int | float] = {}
+
+
+class Attach(Message, tag="attach"):
+    """To the client that is the process of an `LLM`, not the supervisor's child: its ends of the
+    channels.
+
+    endpoints is a MessagePack list of mq.endpoint.Endpoint; their descriptors come along
+    (SCM_RIGHTS), in order.
+    """
+
+    endpoints: bytes
+
+
+class ActorProgress(Message, tag="actor_progress"):
+    """An actor's Progress, passed on to the process of an `LLM`."""
+
+    actor: str
+    progress: Progress
+
+
+SupervisorToActor = (
+    BeginDrain
+    | Shutdown
+    | TopologyFailed
+    | PeersLost
+    | PeersBack
+    | Status
+    | TopologyReady
+    | Attach
+    | ActorProgress
+)

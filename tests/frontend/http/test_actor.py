@@ -1,0 +1,90 @@
+"""The API server's shell: what the supervisor tells it reaches the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from typing import Any
+
+import pytest
+
+from ringcast.frontend.http.actor import ApiServer
+from ringcast.mq import messages, supervision
+from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
+from ringcast.mq.errors import EngineDeadError, OverloadedError
+from ringcast.mq.sampling_params import SamplingParams
+
+PROMPT = messages.TextPrompt("hi")
+ENGINE = ["worker.0", "scheduler.0"]
+LOST = supervision.PeersLost(1, "worker.0", "worker.0 was killed", "", ENGINE)
+
+
+class Said:
+    """Stands in for the control connection and for the links: takes down what is sent."""
+
+    def __init__(self) -> None:
+        self.control: list[Any] = []
+        self.links: list[Any] = []
+
+    def actor(self, spec: ModelSpec) -> ApiServer:
+        boot = types.SimpleNamespace(
+            actor="client.2", spec=spec, server=ServerConfig(), engine=EngineConfig()
+        )
+        actor = ApiServer(boot, types.SimpleNamespace(send=self.control.append))  # type: ignore[arg-type]
+        actor.links = types.SimpleNamespace(  # type: ignore[assignment]
+            send=lambda to, message: self.links.append(message),
+            lose=lambda names: None,
+            regain=lambda names: None,
+        )
+        return actor
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+async def test_a_loss_and_a_return(said: Said, spec: ModelSpec) -> None:
+    actor = said.actor(spec)
+    await actor.start()
+    handle = actor._client.submit(PROMPT, SamplingParams())
+    actor.on_control(LOST)
+    assert said.control == [supervision.PeersForgotten(1)]
+    assert handle.parked
+    assert len(said.links) == 1
+    actor.on_control(supervision.PeersBack(ENGINE))
+    assert [sent.incarnation for sent in said.links] == [0, 1]
+    assert handle.request.output.client == 2
+    await actor.end()
+
+
+async def test_a_drain_during_a_restart_waits_for_the_takeover(said: Said, spec: ModelSpec) -> None:
+    actor = said.actor(spec)
+    await actor.start()
+    handle = actor._client.submit(PROMPT, SamplingParams())
+    actor.on_control(LOST)
+    actor.on_control(supervision.BeginDrain(10.0))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="shutting down"):
+        actor._client.submit(PROMPT, SamplingParams())
+    actor.on_control(supervision.PeersBack(ENGINE))
+    finish = messages.Finish("stop", 1, 0)
+    chunk = messages.Chunk(handle.request_id, 1, 0, 0, b"", finish=finish)
+    assert supervision.Drained() not in said.control
+    actor.on_batch([("detokenizer.0", messages.Chunks([chunk]))])
+    await asyncio.gather(*actor._tasks)
+    assert said.control[-1] == supervision.Drained()
+    await actor.end()
+
+
+async def test_the_end_of_the_topology_fails_what_waits(said: Said, spec: ModelSpec) -> None:
+    actor = said.actor(spec)
+    await actor.start()
+    handle = actor._client.submit(PROMPT, SamplingParams())
+    actor.on_control(LOST)
+    actor.on_control(supervision.TopologyFailed("worker.0", "worker.0 died too often", "boom"))
+    with pytest.raises(EngineDeadError, match="died too often\nboom"):
+        await anext(handle)
+    await asyncio.gather(*actor._tasks)
+    assert said.control[-1] == supervision.Drained()
+    await actor.end()

@@ -1,0 +1,188 @@
+"""What may be said: every message is held against the protocol of mq/messages.py as it is sent.
+
+What actors drop in silence (a second end, a token seen before, a late abort) is no harm to a user
+and yet a mistake of whoever sent it, so it is looked for here. `batch` holds what a core was given
+against what it had sent when it committed: by then all that follows from it must have been said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ringcast.mq import codec, messages
+
+if TYPE_CHECKING:
+    from .nodes import Node
+    from .world import World
+
+
+class Stream:
+    """What a scheduler has said of one stream.
+
+    heard: the incarnation of the detokenizer that has it open, or -1.
+    """
+
+    def __init__(self, opened: messages.OpenStream) -> None:
+        self.opened = opened
+        self.key = (opened.request_id, opened.incarnation, opened.choice)
+        self.num_tokens = len(opened.resumed) // 4
+        self.ended = False
+        self.heard = -1
+
+
+class Wire:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._streams: dict[tuple[int, int], Stream] = {}  # by the scheduler's generation, number
+        self._said: dict[tuple[str, int, int], int] = {}  # tokens in chunks so far; -1: finished
+        self._incarnations: dict[str, int] = {}
+
+    # As it is sent
+
+    def sent(self, node: Node, to: str, message: Any, payload: bytes) -> None:
+        self._world.trace.note(f"{node.name} > {to}", payload, message)
+        match message:
+            case messages.OpenStream():
+                self._open(node, message)
+            case messages.StreamStep():
+                self._step(node, message)
+            case messages.Chunks(chunks=chunks):
+                for chunk in chunks:
+                    assert to == f"client.{self._client_of(chunk.request_id)}"
+                    self._chunk(chunk)
+            case messages.Generate():
+                self._generate(message)
+            case messages.Abort(request_id=request_id, incarnation=incarnation):
+                # The next incarnation may be waiting to be sent.
+                newest = self._incarnations[request_id] + 1
+                assert incarnation <= newest, f"{request_id}: an abort of what isn't sent"
+
+    def _client_of(self, request_id: str) -> int:
+        return self._world.by_request[request_id].wish.client
+
+    def _open(self, node: Node, opened: messages.OpenStream) -> None:
+        key = (node.generation, opened.stream)
+        assert key not in self._streams, f"stream {opened.stream} is opened twice"
+        stream = self._streams[key] = Stream(opened)
+        same = [s for k, s in self._streams.items() if k[0] == key[0] and s.key == stream.key]
+        assert len(same) == 1, f"{stream.key} is opened twice"
+
+    def _step(self, node: Node, step: messages.StreamStep) -> None:
+        fields = (step.streams, step.token_index, step.token_ids)
+        for number, index, _ in zip(*(codec.ints(f).tolist() for f in fields), strict=True):
+            stream = self._streams[node.generation, number]
+            assert not stream.ended, f"{stream.key} speaks after its end"
+            assert index == stream.num_tokens, f"{stream.key}: token {index} is out of turn"
+            stream.num_tokens += 1
+        for end in step.ends:
+            stream = self._streams[node.generation, end.stream]
+            assert not stream.ended, f"{stream.key} ends twice"
+            assert end.num_tokens <= stream.num_tokens
+            stream.ended = True
+
+    def _chunk(self, chunk: messages.Chunk) -> None:
+        key = (chunk.request_id, chunk.incarnation, chunk.choice)
+        num_tokens = len(chunk.token_ids) // 4
+        said = self._said.get(key, chunk.first_index)
+        assert said >= 0, f"{key}: a chunk after the last"
+        assert chunk.first_index == said, f"{key}: a chunk at {chunk.first_index}, not at {said}"
+        finished = chunk.finish is not None
+        assert finished or num_tokens or chunk.text, f"{key}: an empty chunk"
+        self._said[key] = -1 if finished else said + num_tokens
+
+    def _generate(self, message: messages.Generate) -> None:
+        request_id, incarnation = message.request_id, message.incarnation
+        assert incarnation > self._incarnations.get(request_id, -1), f"{request_id}: sent again"
+        self._incarnations[request_id] = incarnation
+        user = self._world.by_request.get(request_id)
+        if user is None:  # it is being submitted
+            assert not message.resume
+            return
+        assert not (user.aborted and user.handle is not None and not user.handle.open)
+        if not self._world.num_other_deaths and self._world.num_poisonous == 1:
+            assert user.num_kills <= 1, "poison is tried a third time"
+
+    # When a batch is done
+
+    def batch(self, node: Node, received: Sequence[Any], sent: Sequence[tuple[str, Any]]) -> None:
+        kind = node.name.partition(".")[0]
+        if kind == "tokenizer":
+            self._tokenized(received, [message for _, message in sent])
+        elif kind == "scheduler":
+            self._scheduled(node, received)
+        elif kind == "detokenizer":
+            self._detokenized(node, received)
+
+    def _tokenized(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
+        def count(kind: Any, of: Any) -> int:
+            return sum(
+                isinstance(message, kind)
+                and (message.request_id, message.incarnation) == (of.request_id, of.incarnation)
+                for message in sent
+            )
+
+        for message in received:
+            if isinstance(message, messages.Generate):
+                added, accepted = (
+                    count(messages.AddRequest, message),
+                    count(messages.Accepted, message),
+                )
+                rejected = count(messages.Rejected, message)
+                assert added + rejected == 1, f"{message}: {sent}"
+                assert accepted == added
+            elif isinstance(message, messages.Abort):
+                repeated = received.count(message)
+                assert count(messages.AbortRequest, message) == repeated, f"{message} was lost"
+            else:
+                assert message in sent, f"{message} was lost"
+
+    def _scheduled(self, node: Node, received: Sequence[Any]) -> None:
+        for message in received:
+            match message:
+                case messages.AbortRequest(request_id=request_id, incarnation=incarnation):
+                    self._all_ended(node, request_id, lambda s, n=incarnation: s.incarnation <= n)
+                case messages.AddRequest(request_id=request_id, incarnation=incarnation):
+                    self._all_ended(node, request_id, lambda s, n=incarnation: s.incarnation < n)
+                case messages.AbortClient(client=client):
+                    self._all_ended(node, None, lambda s, n=client: s.output.client == n)
+
+    def _all_ended(self, node: Node, request_id: str | None, which: Any) -> None:
+        for (generation, _), stream in self._streams.items():
+            if (
+                generation == node.generation
+                and request_id in (None, stream.opened.request_id)
+                and which(stream.opened)
+            ):
+                assert stream.ended, f"{stream.key} goes on"
+
+    def _detokenized(self, node: Node, received: Sequence[Any]) -> None:
+        # Its scheduler may have died meanwhile, and another one may use the same numbers.
+        for message in received:
+            if isinstance(message, messages.OpenStream):
+                for stream in self._streams.values():
+                    if stream.opened == message:
+                        stream.heard = node.generation
+            for end in message.ends if isinstance(message, messages.StreamStep) else ():
+                for stream in self._streams.values():
+                    if stream.opened.stream == end.stream and stream.heard == node.generation:
+                        passed_on = self._said[stream.key] == -1
+                        assert passed_on, f"{stream.key}: its end was not passed on"
+
+    # Deaths
+
+    def forgot(self, node: Node, lost: Sequence[str], sent: Sequence[Any]) -> None:
+        """A core has acted on PeerLost."""
+        clients = {int(name[7:]) for name in lost if name.startswith("client.")}
+        if node.name == "tokenizer.0":
+            told = {message.client for message in sent if isinstance(message, messages.AbortClient)}
+            assert clients <= told, f"nobody ends what {lost} had sent"
+        elif node.name == "scheduler.0":
+            for (generation, _), stream in self._streams.items():
+                if generation != node.generation or stream.ended:
+                    continue
+                assert "detokenizer.0" not in lost, f"{stream.key} outlives its detokenizer"
+                assert stream.opened.output.client not in clients, f"{stream.key} goes on alone"
+        elif "scheduler.0" in lost:
+            for stream in self._streams.values():
+                stream.heard = -1

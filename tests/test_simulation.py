@@ -1,0 +1,79 @@
+"""The whole topology under simulated faults: hundreds of seeds, each another load and other deaths.
+
+A seed that fails is run again, with all that happens in it, by `scripts/simulate --seed N`.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from simulation import mutations, scenario, world
+
+NUM_SEEDS = 300
+BATCHES = 10
+
+
+def run(seed):
+    try:
+        return world.run(seed)
+    except Exception as error:
+        error.add_note(f"seed {seed}; to see it: scripts/simulate --seed {seed}")
+        raise
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_seeds(batch):
+    for seed in range(batch, NUM_SEEDS, BATCHES):
+        run(seed)
+
+
+def test_every_kind_of_thing_happens():
+    """Nobody would notice if the seeds stopped to draw what they are for."""
+    drawn = [scenario.draw(seed) for seed in range(NUM_SEEDS)]
+    assert {one.profile for one in drawn} == set(scenario.PROFILES)
+    faults = {(fault.kind, fault.actor) for one in drawn for fault in one.faults}
+    actors = ("tokenizer.0", "scheduler.0", "worker.0", "detokenizer.0", "client.0", "client.1")
+    assert {("kill", actor) for actor in actors} <= faults
+    assert {("stall", actor) for actor in actors} <= faults
+    assert any(fault.seconds == math.inf for one in drawn for fault in one.faults)
+    totals = Counter()
+    for seed in range(30):
+        totals += Counter(run(seed).counts)
+    things = ("preemptions", "forks", "prefix_cache_hits", "chunked_prefills")
+    assert min(totals[thing] for thing in (*things, "takeovers", "poisoned")) > 10
+    assert min(totals[state] for state in ("ended", "failed", "lost", "refused")) > 10
+
+
+def test_a_seed_replays_exactly():
+    """In another process too, where sets of names have another order."""
+    seeds = [1, 5, 12, 18]
+    here = [world.run(seed).digest for seed in seeds]
+    assert here == [world.run(seed).digest for seed in seeds]
+    assert len(set(here)) == len(seeds)
+    command = f"from simulation import world\nfor seed in {seeds}: print(world.run(seed).digest)"
+    folder = os.path.dirname(__file__)
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": folder}
+    # -I would drop PYTHONPATH; -P keeps the root folder's names out.
+    there = subprocess.run(
+        [sys.executable, "-P", "-c", command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.split() == here
+
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutations_are_found(mutation):
+    found = mutations.find(mutation)
+    assert found is not None, f"{mutation.name}: not found by {mutation.most} seeds"
+
+
+def test_without_mutations_nothing_is_found():
+    """What `find` finds is the mutation, not something else that its seeds do."""
+    harmless = mutations.Mutation("none", world.World, "run", lambda right: right, most=20)
+    assert mutations.find(harmless) is None
