@@ -34,6 +34,11 @@ class Child:
         self.last_words: supervision.ActorFailed | None = None
         self._process = process
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it ended by a SIGKILL that wasn't ours."""
+        return self._status == -signal.SIGKILL and not self.reason
+
     @classmethod
     def spawn(cls, make_boot: Callable[[int], Boot], fds: Collection[int]) -> Child:
         """make_boot: what the actor is told, given the number of its control descriptor. fds: what

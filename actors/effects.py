@@ -25,7 +25,10 @@ class MarkDead(msgspec.Struct, frozen=True):
 
 
 class TellLost(msgspec.Struct, frozen=True):
-    """PeersLost to each of `to` (which may be nobody); each answers `forgotten(itself, death)`."""
+    """PeersLost to each of `to` (which may be nobody); each answers `forgotten(itself, death)`.
+
+    from_outside: as in PeersLost.
+    """
 
     to: tuple[str, ...]
     death: int
@@ -33,6 +36,7 @@ class TellLost(msgspec.Struct, frozen=True):
     error: str
     traceback: str
     lost: tuple[str, ...]
+    from_outside: bool = False
 
 
 class TellBack(msgspec.Struct, frozen=True):

@@ -175,6 +175,7 @@ class Lifecycle:
         traceback: str = "",
         user_error: bool = False,
         *,
+        from_outside: bool = False,
         now: float,
     ) -> Sequence[Effect]:
         """A process is gone and reaped, for a reason if it gave one."""
@@ -189,7 +190,7 @@ class Lifecycle:
         if unit.phase is Phase.DOWN:
             return self._settle()
         self._num_deaths += 1
-        unit.went_down(Death(self._num_deaths, actor, error, traceback), now)
+        unit.went_down(Death(self._num_deaths, actor, error, traceback, from_outside), now)
         if user_error or not self._restarts or unit.deaths_in_a_row > self._max_restarts:
             return self._fail(unit, user_error)
         return self._lose(unit)
@@ -287,7 +288,15 @@ class Lifecycle:
     def _tell_lost(self, unit: Unit, to: tuple[str, ...]) -> Iterator[Effect]:
         death = unit.death
         if to:
-            yield TellLost(to, death.number, death.actor, death.error, death.traceback, unit.actors)
+            yield TellLost(
+                to,
+                death.number,
+                death.actor,
+                death.error,
+                death.traceback,
+                unit.actors,
+                death.from_outside,
+            )
         for actor in to:
             timer = self._timer(self._step_timeout, f"silent {actor}")
             self._unanswered.setdefault(actor, {})[death.number] = timer.key

@@ -30,6 +30,12 @@ def usage(pid: int) -> tuple[float, int]:
         return 0.0, 0
 
 
+def oom_kills() -> int:
+    """How many processes the kernel has killed on this host because memory ran out."""
+    with open("/proc/vmstat") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
 def describe_exit(status: int) -> str:
     """How a process ended, in words, from os.waitstatus_to_exitcode's number."""
     if status >= 0:

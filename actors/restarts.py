@@ -39,6 +39,7 @@ class Death(msgspec.Struct, frozen=True):
     actor: str
     error: str
     traceback: str
+    from_outside: bool = False
 
 
 class Unit:

@@ -28,7 +28,7 @@ from .boot import Boot
 from .child import Child
 from .control import Control
 from .lifecycle import Lifecycle
-from .linux import usage
+from .linux import oom_kills, usage
 from .stalls import Position, StallWatch
 
 
@@ -85,6 +85,7 @@ class Supervisor:
         self._num_deaths = 0  # that were reported
         self._own_statistics: dict[str, float] = {}
         self._stalls = StallWatch(engine.step_timeout)
+        self._oom_kills = oom_kills()  # at the last tick
 
     async def run(self) -> int:
         """Start everything, serve until told to stop or until a death is final, end everything.
@@ -254,7 +255,11 @@ class Supervisor:
         child.reap()
         self._statistics.pop(child.name, None)
         error, text, user_error = child.describe_death()
-        self._apply(self._life.died(child.name, error, text, user_error, now=now))
+        from_outside = child.was_killed and oom_kills() == self._oom_kills
+        died = self._life.died(
+            child.name, error, text, user_error, from_outside=from_outside, now=now
+        )
+        self._apply(died)
 
     def _on_timer(self, key: str) -> None:
         self._apply(self._life.timer(key, time.monotonic()))
@@ -266,6 +271,7 @@ class Supervisor:
 
     def _watch_stalls(self) -> None:
         self._loop.call_later(self._stalls.tick_seconds, self._watch_stalls)
+        self._oom_kills = oom_kills()
         away = {name for names in self._lost_at for name in names}  # they aren't listened to yet
         positions = [
             Position(owner.name, reader, cursor, published)
@@ -335,7 +341,12 @@ class Supervisor:
 
     def _lost(self, effect: fx.TellLost) -> None:
         lost = supervision.PeersLost(
-            effect.death, effect.actor, effect.error, effect.traceback, list(effect.lost)
+            effect.death,
+            effect.actor,
+            effect.error,
+            effect.traceback,
+            list(effect.lost),
+            effect.from_outside,
         )
         self._tell(effect.to, lost)
         if effect.death > self._num_deaths:  # not one that somebody is told of later

@@ -175,7 +175,7 @@ class AsyncLLM:
         connection.attach(
             client.deliver,
             client.fail_all,
-            lambda message: client.lost(message.lost, message.error),
+            lambda message: client.lost(message.lost, message.error, message.from_outside),
             client.regained,
         )
         self._connection, self._client = connection, client

@@ -183,11 +183,11 @@ class EngineClient:
                 handle.fail(error_of(message.error))
                 self._close(handle)
 
-    def lost(self, names: Sequence[str], error: str) -> None:
+    def lost(self, names: Sequence[str], error: str, from_outside: bool = False) -> None:
         """These actors have died, and all that they had sent has been delivered."""
         if self.dead is not None:
             return
-        for handle in self._takeover.lost(names, error, self._ledger.values()):
+        for handle in self._takeover.lost(names, error, from_outside, self._ledger.values()):
             self._close(handle)
         if self._takeover.down:
             self._pulse.stop()

@@ -41,7 +41,7 @@ class RequestHandle:
     mailbox: where its chunks arrive.
     parked, aborting: see client.py's table. accepted: by the tokenizer, since it was last sent.
     at_large: parked, and yet an older incarnation may still be in the engine.
-    strikes, struck_with: see takeover.py; the latter is what had died at the last strike.
+    strikes, blows, struck_with: see takeover.py; the latter is what had died at the last of them.
     """
 
     __slots__ = (
@@ -57,6 +57,7 @@ class RequestHandle:
         "accepted",
         "at_large",
         "begun",
+        "blows",
         "emitted",
         "finishes",
         "mailbox",
@@ -88,6 +89,7 @@ class RequestHandle:
         self.begun = False
         self.proven = False
         self.strikes = 0
+        self.blows = 0
         self.struck_with = ""
         self._num_unfinished = n
         self._rendered = request.output.delta and request.output.form != "raw"

@@ -19,11 +19,15 @@ way is its first one if it had proven itself since it was sent, or if something 
 last time; else one more. At MAX_STRIKES it fails as poisonous and isn't sent again. Innocent ones
 share its first strike, so they must not share its second. When all is up again,
 
-1. what has no strike goes at once,
-2. what has one goes *on trial*: one at a time, in the ledger's order, the next when the one before
-   has proven itself or has ended.
+1. who isn't suspect goes at once,
+2. who is goes *on trial*: one at a time, in the ledger's order, the next when the one before has
+   proven itself or has ended.
 
-So of all that have a strike and are not proven, a killer is the only one out when it kills again.
+A process that somebody killed from outside was hardly killed by a request. Such a death is a
+*blow*, counted like a strike, and two of them weigh as much: who has a strike or two blows is
+suspect.
+
+So of all that are suspect and not proven, a killer is the only one out when it kills again.
 What can still take an innocent one on trial with it is another killer that has no strike yet: new
 requests don't wait for a trial, which would make everybody wait for the sake of two killers at
 once.
@@ -43,6 +47,7 @@ from ..mq.messages import Abort, ClientToTokenizer
 from .handle import RequestHandle
 
 MAX_STRIKES = 2
+_BLOWS = 2  # to a strike
 _NEEDED = frozenset({"tokenizer", "detokenizer", "scheduler", "worker"})
 
 
@@ -75,7 +80,11 @@ class Takeover:
             self._send(abort)
 
     def lost(
-        self, names: Sequence[str], error: str, ledger: Iterable[RequestHandle]
+        self,
+        names: Sequence[str],
+        error: str,
+        from_outside: bool,
+        ledger: Iterable[RequestHandle],
     ) -> list[RequestHandle]:
         """These have died. Returns the requests that have ended by it."""
         needed = [name for name in names if _kind(name) in _NEEDED]
@@ -83,12 +92,13 @@ class Takeover:
             return []
         self.down.update(needed)
         self.last_death = error
-        self.on_trial = None  # it wasn't proven, so it is parked or ends now
         self._waiting.clear()
         unit = _unit(needed[0])
         for handle in ledger:
             if not handle.parked or (handle.at_large and unit != "tokenizer"):
-                self._hit(handle, unit)
+                self._hit(handle, unit, from_outside)
+        if self.on_trial is not None and (self.on_trial.parked or not self.on_trial.open):
+            self.on_trial = None
         return [handle for handle in ledger if not handle.open]
 
     def regained(self, names: Iterable[str], ledger: Iterable[RequestHandle]) -> None:
@@ -102,11 +112,12 @@ class Takeover:
             self._send(abort)
         self._late.clear()
         parked = [handle for handle in ledger if handle.parked]
-        self._waiting.extend(handle for handle in parked if handle.strikes)
+        self._waiting.extend(handle for handle in parked if _weight(handle))
         for handle in parked:
-            if not handle.strikes:
+            if not _weight(handle):
                 self._hand_over(handle)
-        self._try_next()
+        if self.on_trial is None:
+            self._try_next()
 
     def settle(self, handle: RequestHandle) -> None:
         """This request has proven itself or has ended."""
@@ -119,7 +130,7 @@ class Takeover:
         self._waiting.clear()
         self._late.clear()
 
-    def _hit(self, handle: RequestHandle, unit: str) -> None:
+    def _hit(self, handle: RequestHandle, unit: str, from_outside: bool) -> None:
         just_tokenizer = unit == "tokenizer"
         exposed = not (just_tokenizer and handle.accepted and handle.begun)
         if handle.aborting:
@@ -128,20 +139,19 @@ class Takeover:
                 handle.end_as_aborted()
         elif exposed:
             if not (just_tokenizer and handle.accepted):
-                again = handle.struck_with == unit and not handle.proven
-                handle.strikes = handle.strikes + 1 if again else 1
-                handle.struck_with = unit
-            if handle.strikes < MAX_STRIKES:
+                _strike(handle, unit, from_outside)
+            if _weight(handle) < MAX_STRIKES:
                 handle.park(at_large=just_tokenizer)
             else:
                 self._give_up(handle)
 
     def _give_up(self, handle: RequestHandle) -> None:
         self.num_poisoned += 1
+        num_deaths = handle.strikes + handle.blows
         self.abort(handle)
         handle.fail(
             PoisonousRequestError(
-                f"request {handle.request_id} was under way at {MAX_STRIKES} deaths of the "
+                f"request {handle.request_id} was under way at {num_deaths} deaths of the "
                 f"{handle.struck_with} in a row, and nothing came of it between them: it may be "
                 f"their cause, and is not tried again. The last death: {self.last_death}"
             )
@@ -159,6 +169,21 @@ class Takeover:
         request = handle.hand_over()
         self.num_takeovers += request.incarnation > 0
         self._send(request)
+
+
+def _strike(handle: RequestHandle, unit: str, from_outside: bool) -> None:
+    if handle.struck_with != unit or handle.proven:
+        handle.strikes = handle.blows = 0
+    handle.struck_with = unit
+    if from_outside:
+        handle.blows += 1
+    else:
+        handle.strikes += 1
+
+
+def _weight(handle: RequestHandle) -> int:
+    """In strikes."""
+    return handle.strikes + handle.blows // _BLOWS
 
 
 def _unit(name: str) -> str:

@@ -105,6 +105,8 @@ class PeersLost(Message, tag="peers_lost"):
 
     Take in what they had sent, forget what they knew, send them nothing more, and then answer
     PeersForgotten(death). Nothing of what they were sent will be answered.
+
+    from_outside: it was killed by somebody, and not for want of memory: hardly by what it computed.
     """
 
     death: int
@@ -112,6 +114,7 @@ class PeersLost(Message, tag="peers_lost"):
     error: str
     traceback: str
     lost: list[str]
+    from_outside: bool = False
 
 
 class PeersBack(Message, tag="peers_back"):

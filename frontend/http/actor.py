@@ -66,7 +66,7 @@ class ApiServer(Actor):
                 super().on_control(message)
 
     def on_lost(self, message: supervision.PeersLost) -> None:
-        self._client.lost(message.lost, message.error)
+        self._client.lost(message.lost, message.error, message.from_outside)
 
     def on_back(self, names: list[str]) -> None:
         self._client.regained(names)

@@ -110,7 +110,7 @@ class Asked:
     reader: Reader
     when_sent: list[int] = dataclasses.field(default_factory=list)
     at_large: bool = False
-    hits: int = 0
+    hits: float = 0
     hit_with: str = ""
 
     @property
@@ -314,11 +314,14 @@ class Machine(RuleBasedStateMachine):
         half=st.booleans(),
         num_unsaid=st.integers(0, 2),
         aborts=st.lists(st.integers(0), max_size=2),
+        weight=st.sampled_from([1, 0.5]),
     )
-    def lose(self, unit: str, half: bool, num_unsaid: int, aborts: list[int]) -> None:
+    def lose(
+        self, unit: str, half: bool, num_unsaid: int, aborts: list[int], weight: float
+    ) -> None:
         """half: between Accepted and AddRequest. num_unsaid: chunks the detokenizer never sent.
 
-        aborts: of requests, just before.
+        aborts: of requests, just before. weight: of the strike; less if it came from outside.
         """
         if unit in self.down:
             return
@@ -339,13 +342,13 @@ class Machine(RuleBasedStateMachine):
             self.hear(len(self.from_detokenizer) if unit == "detokenizer" else 0, False)
         self.down.add(unit)
         out = [a for a in self.asked.values() if a.handle.open and not a.handle.parked]
-        self.count_hits(unit)
-        self.client.lost(UNITS[unit], f"{unit} died")
+        self.count_hits(unit, weight)
+        self.client.lost(UNITS[unit], f"{unit} died", weight < 1)
         for asked in self.asked.values():
             asked.at_large = unit == "tokenizer" and (asked in out or asked.at_large)
             asked.at_large &= asked.handle.parked
         for asked in self.asked.values():
-            if asked.hits == 2:
+            if asked.hits >= 2:
                 assert isinstance(asked.reader.error, PoisonousRequestError)
             else:
                 assert not isinstance(asked.reader.error, PoisonousRequestError)
@@ -356,14 +359,14 @@ class Machine(RuleBasedStateMachine):
                 self.lost_aborts.add(message.request_id)
         self.to_tokenizer.clear()
 
-    def count_hits(self, unit: str) -> None:
+    def count_hits(self, unit: str, weight: float) -> None:
         for asked in self.asked.values():
             handle = asked.handle
             sent = handle.open and not handle.parked and not handle.aborting
             at_large = handle.open and asked.at_large and unit != "tokenizer"
             if (sent or at_large) and not (unit == "tokenizer" and handle.accepted):
                 again = asked.hit_with == unit and not asked.proven
-                asked.hits, asked.hit_with = asked.hits + 1 if again else 1, unit
+                asked.hits, asked.hit_with = asked.hits + weight if again else weight, unit
 
     @precondition(lambda self: self.down)
     @rule(number=st.integers(0, 2))
@@ -384,7 +387,7 @@ class Machine(RuleBasedStateMachine):
         out = [
             asked
             for asked in self.asked.values()
-            if asked.handle.open and not asked.handle.parked and asked.handle.strikes
+            if asked.handle.open and not asked.handle.parked and asked.hits >= 1
         ]
         assert sum(not asked.proven for asked in out) <= 1
 
@@ -396,7 +399,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(down=st.lists(st.sampled_from(list(UNITS)), max_size=1))
     def begin(self, down: list[str]) -> None:
         for unit in down:
-            self.lose(unit, False, 0, [])
+            self.lose(unit, False, 0, [], 1)
 
     def teardown(self) -> None:
         for unit in sorted(self.down):
@@ -416,7 +419,7 @@ class Machine(RuleBasedStateMachine):
         assert all(asked.reader.num_ends == 1 for asked in self.asked.values())
         statistics = self.client.statistics()
         assert (statistics["open"], statistics["parked"]) == (0, 0)
-        assert statistics["poisoned"] == sum(asked.hits == 2 for asked in self.asked.values())
+        assert statistics["poisoned"] == sum(asked.hits >= 2 for asked in self.asked.values())
 
 
 Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -73,8 +73,8 @@ class Engine:
         )
         self.client.deliver("detokenizer.0", Chunks([chunk]))
 
-    def lose(self, names: list[str], error: str = "it died") -> None:
-        self.client.lost(names, error)
+    def lose(self, names: list[str], error: str = "it died", from_outside: bool = False) -> None:
+        self.client.lost(names, error, from_outside)
 
     def regain(self, names: list[str]) -> list[Any]:
         """What was sent on it."""
@@ -82,8 +82,8 @@ class Engine:
         self.client.regained(names)
         return self.sent[before:]
 
-    def crash(self, names: list[str]) -> list[Any]:
-        self.lose(names)
+    def crash(self, names: list[str], from_outside: bool = False) -> list[Any]:
+        self.lose(names, from_outside=from_outside)
         return self.regain(names)
 
     def ids(self, sent: list[Any]) -> list[str]:
@@ -307,6 +307,20 @@ async def test_what_the_tokenizer_s_death_parked_may_still_kill(engine: Engine) 
     engine.regain(ENGINE)
     engine.lose(ENGINE)
     assert engine.client.statistics()["poisoned"] == 1
+
+
+async def test_who_kills_from_outside_is_hardly_a_request(engine: Engine) -> None:
+    a, b = engine.submit(), engine.submit()
+    engine.accept(a, b)
+    assert engine.ids(engine.crash(ENGINE, from_outside=True)) == [a.request_id, b.request_id]
+    assert engine.ids(engine.crash(ENGINE, from_outside=True)) == [a.request_id]
+    assert engine.ids(engine.crash(ENGINE, from_outside=True)) == [a.request_id]
+    assert (a.blows, b.blows) == (3, 2)
+    engine.crash(ENGINE, from_outside=True)
+    assert engine.sent[-1] == b.request
+    assert engine.client.statistics()["poisoned"] == 1
+    engine.crash(ENGINE)  # two blows and a strike
+    assert engine.client.statistics()["poisoned"] == 2
 
 
 async def test_deaths_of_different_actors_don_t_make_a_killer(engine: Engine) -> None:

@@ -364,7 +364,7 @@ class ClientNode(Node):
             self._tell(supervision.Drained())
 
     def _forget(self, order: supervision.PeersLost) -> Job:
-        self.client.lost(order.lost, order.error)
+        self.client.lost(order.lost, order.error, order.from_outside)
         yield from self._flush([])
 
     def _regain(self, names: Sequence[str]) -> Job:

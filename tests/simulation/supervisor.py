@@ -92,7 +92,9 @@ class Supervisor:
         self._world.trace.note(f"{node.name} is reaped")
         self.nodes[node.name].reaped = True
         error = f"{node.name} died: {why}"
-        self._apply(self.life.died(node.name, error, now=self._world.clock.now))
+        from_outside = why == "killed by a fault"
+        now = self._world.clock.now
+        self._apply(self.life.died(node.name, error, from_outside=from_outside, now=now))
 
     def _apply(self, todo: Any) -> None:
         world = self._world
@@ -111,9 +113,11 @@ class Supervisor:
                 case effects.MarkDead(actors=actors):
                     for name in actors:
                         world.network.mark_dead(name)
-                case effects.TellLost(to, death, actor, error, traceback, lost):
+                case effects.TellLost(to, death, actor, error, traceback, lost, from_outside):
                     self._away.update(lost)
-                    told = supervision.PeersLost(death, actor, error, traceback, list(lost))
+                    told = supervision.PeersLost(
+                        death, actor, error, traceback, list(lost), from_outside
+                    )
                     self._tell(to, told)
                 case effects.TellBack(to=to, names=names):
                     self._away.difference_update(names)
