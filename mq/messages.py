@@ -183,8 +183,8 @@ class AddRequest(Message, tag="add"):
     output: OutputSpec
     arrival: float
     cache_salt: str = ""
-    bad_words: list[bytes] = []  # i32[length of the word] each
     resume: list[Resume] = []  # as in Generate
+    bad_words: list[bytes] = []  # i32[length of the word] each
 
 
 class AbortRequest(Message, tag="abort"):
