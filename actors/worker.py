@@ -2,7 +2,9 @@
 
 Its loop is synchronous and has one thing to do: take the next plan, execute it, answer. While it
 waits it spins for some microseconds (a plan follows an output closely when there is work), then
-sleeps on two bells: the plans' and the supervisor's.
+sleeps on two bells: the plans' and the supervisor's. While the scheduler runs ahead there are more
+plans to take. Each is committed when it is answered, and before the next one is taken, so that the
+place in the channel is the step that runs (stalls.py).
 """
 
 from __future__ import annotations

@@ -70,6 +70,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one prompt in one step; 0 is only the budget")
     ] = 0
+    max_steps_in_flight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="steps planned and sent before the first is back (async scheduling); "
+            "1: the device waits for each plan",
+        ),
+    ] = 2
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV-cache block")] = 16
     enable_prefix_caching: Annotated[
         bool, Meta(description="reuse the KV blocks of prompts that begin alike")

@@ -236,7 +236,9 @@ class StepPlan(Message, tag="plan"):
         row whose computed tokens reach its known tokens by this is sampled: its new token is
         appended to it by the worker, and answered in StepOutput. A decode step is num_tokens == 1.
 
-    An empty plan (no rows) only updates the batch, and is answered with an empty StepOutput.
+    Workers execute plans in order, and several may be under way: a plan may compute a token that
+    the one before it is still to sample. An empty plan (no rows) only updates the batch, and is
+    answered with an empty StepOutput.
     """
 
     step: int

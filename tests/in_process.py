@@ -1,10 +1,12 @@
 """An engine in one process for tests: the real scheduler core and a real runner, a step at a time,
-no channels.
+no channels. The scheduler runs ahead as far as it may: a step is executed after all plans have been
+made that may be made before its output.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 
 from ringcast.actors.scheduler.core import SchedulerCore
@@ -19,7 +21,8 @@ class InProcessEngine:
 
     `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each; of a request
     that was taken over, those of its last incarnation. `prompt_logprobs[request_id]` are their
-    parts as they came.
+    parts as they came; `logprobs[request_id][choice]` those of each output token (the chosen one,
+    then the likeliest), for the requests that want them.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -28,6 +31,8 @@ class InProcessEngine:
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
         self.prompt_logprobs: dict[str, list[messages.PromptLogprobs]] = {}
+        self.logprobs: dict[str, dict[int, list[list[float]]]] = {}
+        self._plans: deque[messages.StepPlan] = deque()  # not yet executed
         self._streams: dict[int, tuple[str, int]] = {}
         self._clock = itertools.count()
         self._dispatch(
@@ -64,14 +69,13 @@ class InProcessEngine:
         self._dispatch(self.scheduler.handle("tokenizer.0", message, self._now()))
 
     def step(self) -> None:
-        plans = self._dispatch(self.scheduler.flush(self._now()))
-        for plan in plans:
-            self._dispatch(
-                self.scheduler.handle("worker.0", self.runner.execute(plan), self._now())
-            )
+        self._plans += self._dispatch(self.scheduler.flush(self._now()))
+        if self._plans:
+            output = self.runner.execute(self._plans.popleft())
+            self._dispatch(self.scheduler.handle("worker.0", output, self._now()))
 
     def run(self) -> None:
-        while self.scheduler.num_unfinished:
+        while self.scheduler.num_unfinished or self._plans:
             self.step()
         self._dispatch(self.scheduler.flush(self._now()))
 
@@ -117,15 +121,35 @@ class InProcessEngine:
             codec.ints(step.token_index),
             codec.ints(step.token_ids),
         )
-        for stream, index, token in zip(*(array.tolist() for array in arrays), strict=True):
+        logprobs = _rows_of(step.logprobs)
+        entries = zip(*(array.tolist() for array in arrays), strict=True)
+        for place, (stream, index, token) in enumerate(entries):
             if stream not in self._streams:  # of an older incarnation
                 continue
             request_id, choice = self._streams[stream]
             tokens = self.tokens[request_id][choice]
             assert len(tokens) == index
             tokens.append(token)
+            if place in logprobs:
+                rows = self.logprobs.setdefault(request_id, {}).setdefault(choice, [])
+                rows.append(logprobs[place])
         for end in step.ends:
             key = self._streams.get(end.stream)
             if key is not None:
                 assert key not in self.ends
                 self.ends[key] = end
+
+
+def _rows_of(table: messages.TokenLogprobs | None) -> dict[int, list[float]]:
+    """By place in the message's token arrays; without the columns that a request didn't want."""
+    if table is None:
+        return {}
+    shape = (-1, table.width)
+    ids = codec.ints(table.token_ids).reshape(shape)
+    values = codec.floats(table.logprobs).reshape(shape)
+    return {
+        place: row[wanted].tolist()
+        for place, row, wanted in zip(
+            codec.ints(table.index).tolist(), values, ids >= 0, strict=True
+        )
+    }

@@ -17,9 +17,11 @@ token of a row given up) is dropped. When the detokenizer is lost, all streams a
 clients come again. Its next incarnation may hear that: a scheduler that has just started is told of
 older deaths late, and may have opened streams for stragglers by then.
 
-At a flush all tokens and ends go out as one StreamStep, and one plan at most: a step is planned
-when fewer than `max_steps_in_flight` are out. A sequence whose next token is still in flight is not
-part of a plan. A plan is empty only if a ping waits and no step is out.
+At a flush all tokens and ends go out as one StreamStep, and steps are planned and sent until
+`max_steps_in_flight` are out. So the workers find the next plan when they have answered one: the
+scheduler runs ahead of them, and a sequence takes part although its newest token is not back
+(sequence.py). What ends a sequence may then be seen late: what steps in flight still sample for it
+is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step is out.
 """
 
 from __future__ import annotations
@@ -50,7 +52,6 @@ class SchedulerCore:
         num_workers: int = 1,
         name: str = "scheduler.0",
         detokenizer: str = "detokenizer.0",
-        max_steps_in_flight: int = 1,
     ) -> None:
         self.name = name
         self.kv = KVCache(config.block_size, config.enable_prefix_caching)
@@ -58,7 +59,7 @@ class SchedulerCore:
         self._spec = spec
         self._num_workers = num_workers
         self._detokenizer = detokenizer
-        self._max_steps_in_flight = max_steps_in_flight
+        self._max_steps_in_flight = config.max_steps_in_flight
         self._workers: dict[int, messages.WorkerReady] = {}  # by rank
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, Sequence] = {}
@@ -70,6 +71,7 @@ class SchedulerCore:
         self._aborted_clients: set[int] = set()
         self._num_steps = 0
         self._generation_tokens = 0
+        self._overshoot_tokens = 0
         self._step_seconds = 0.0
         self._ttft_seconds = 0.0
         self._num_first_tokens = 0
@@ -117,8 +119,10 @@ class SchedulerCore:
 
         chunked_prefills counts the chunks that left a part of their prompt for a later step;
         mixed_steps those with both a sequence that computed several tokens and one that computed
-        one; ttft_seconds is from the arrival of requests to the first token of their choices, of
-        which there were first_tokens; step_seconds is what the workers spent on steps.
+        one; overshoot_tokens were sampled behind the end of their sequence: dropped when they came,
+        or cut off by a stop string; ttft_seconds is from the arrival of requests to the first token
+        of their choices, of which there were first_tokens; step_seconds is what the workers spent
+        on steps.
         """
         planner, pool = self.planner, self.kv.pool
         running = len(planner.running)
@@ -138,6 +142,7 @@ class SchedulerCore:
             "scheduled_tokens": planner.scheduled_tokens,
             "prompt_tokens": planner.prompt_tokens,
             "generation_tokens": self._generation_tokens,
+            "overshoot_tokens": self._overshoot_tokens,
             "step_seconds": self._step_seconds,
             "ttft_seconds": self._ttft_seconds,
             "first_tokens": self._num_first_tokens,
@@ -159,21 +164,27 @@ class SchedulerCore:
             running = sequence.stream in planner.running
             assert (sequence.row >= 0) == running
             assert not (running and sequence.copy_source), "its copy is made, and the source held"
+        for sequence in planner.running.values():
+            ahead = sequence.num_computed - len(sequence.tokens) + 1
+            assert ahead <= len(self._in_flight), "more of its tokens are awaited than steps"
+            assert sequence.num_computed < sequence.max_length, "it is computed beyond its end"
 
     def _plan(self) -> list[Send]:
         in_flight, pings = self._in_flight, self._pings
-        if len(in_flight) >= self._max_steps_in_flight:
-            return []
-        planned = self.planner.plan(self._num_steps, even_empty=bool(pings and not in_flight))
-        if planned is None:
-            return []
-        step, removed = planned
-        if pings:
+        sends = []
+        while len(in_flight) < self._max_steps_in_flight:
+            number = self._num_steps
+            oldest = next(iter(in_flight), number)
+            planned = self.planner.plan(number, oldest, even_empty=bool(pings and not in_flight))
+            if planned is None:
+                break
+            step, removed = planned
             step.pings += pings
             pings.clear()
-        in_flight[step.number] = step
-        self._num_steps += 1
-        return [Send("workers", step.plan(removed))]
+            in_flight[number] = step
+            self._num_steps += 1
+            sends.append(Send("workers", step.plan(removed)))
+        return sends
 
     def _add(self, message: messages.AddRequest) -> None:
         old = self._requests.get(message.request_id)
@@ -271,6 +282,7 @@ class SchedulerCore:
         sequence = self._streams.get(message.stream)
         if sequence is not None:
             assert 0 <= message.num_tokens <= sequence.num_output
+            self._overshoot_tokens += sequence.num_output - message.num_tokens
             del sequence.tokens[sequence.num_prompt + message.num_tokens :]
             self._end(sequence, "stop")
 
@@ -303,6 +315,7 @@ class SchedulerCore:
 
     def _forget(self, sequence: Sequence) -> None:
         request = sequence.request
+        sequence.ended = True
         self.planner.remove(sequence)
         if sequence in request.held:
             request.held.remove(sequence)
@@ -329,33 +342,34 @@ class SchedulerCore:
         self._step_seconds += output.seconds
         self._outbox.pings += step.pings
         kv = self.kv
-        for row, sequence, num_computed in step.chunks:
-            if step.is_current(sequence, row) and num_computed >= sequence.cache_at:
+        for sequence, num_computed in step.chunks:
+            if num_computed >= sequence.cache_at:
                 kv.register(sequence, num_computed)
         for part in output.prompt_logprobs:
             sequence = step.sequences[part.of]
-            if step.is_current(sequence, part.of):
+            if not sequence.ended:  # if it was preempted: its first token may come with this, too
                 self._outbox.add_prompt_logprobs(sequence.stream, part)
         rows = codec.ints(output.rows).tolist()
         token_ids = codec.ints(output.token_ids).tolist()
         first = len(self._outbox.token_ids)
         dropped = self._append(step, rows, token_ids)
         self._generation_tokens += len(rows) - len(dropped)
+        self._overshoot_tokens += len(dropped)
         if output.logprobs is not None:
             self._outbox.add_logprobs(output.logprobs, rows, dropped, first)
 
     def _append(self, step: Step, rows: list[int], token_ids: list[int]) -> set[int]:
-        """Give each row's sequence its token. Returns the rows that have changed hands since.
+        """Give each row's sequence its token. Returns the rows whose sequences have ended since.
 
         The hot loop: what happens to every token happens here.
         """
         outbox = self._outbox
         streams, indices, kept = outbox.streams, outbox.token_index, outbox.token_ids
-        sequences, number = step.sequences, step.number
+        sequences = step.sequences
         dropped = set()
         for row, token in zip(rows, token_ids, strict=True):
             sequence = sequences.get(row)
-            if sequence is None or sequence.row != row or sequence.entered_step > number:
+            if sequence is None or sequence.ended:
                 dropped.add(row)
                 continue
             tokens = sequence.tokens

@@ -115,13 +115,14 @@ class KVCache:
         sequence.cache_at = (full + 1) * self.block_size
 
     def release(self, sequence: Sequence) -> None:
-        """It has no blocks after this, and nothing computed."""
+        """It has no blocks after this, and nothing computed. So nothing is due to be cached."""
         self.copied(sequence)
         release = self.pool.release
         for block in reversed(sequence.block_ids):
             release(block)
         self._hold(sequence, [])
         sequence.num_computed = 0
+        sequence.cache_at = NEVER
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that these sequences hold all that is held, and that the pool is sound."""

@@ -4,12 +4,13 @@ First come, first served, under three limits: rows (max_num_seqs), tokens of one
 (max_num_batched_tokens) and KV blocks.
 
 1. Running sequences go first, in the order in which they came, each with the tokens it has left to
-   compute: one while it decodes, more (a chunk of at most long_prefill_token_threshold) until its
-   prompt is done.
+   compute: one while it decodes, be it known or in flight, more (a chunk of at most
+   long_prefill_token_threshold) until its prompt is done. One whose last token is in flight has
+   none: no step is ever planned beyond a length that is known before.
 2. One that needs a block when none is free takes it from the last to come: forks give up theirs,
    then the last running sequence is preempted. It loses row and blocks and goes to the head of the
    waiting queue, to be computed again from its tokens; its full blocks stay in the prefix cache
-   until they're needed.
+   until they're needed. It waits there, and all behind it, for its tokens in flight.
 3. Forks enter, each with its last prompt token. A fork that finds no row or budget waits at the
    head of the queue instead.
 4. Waiting sequences enter while rows, budget and blocks last. One enters only if all its tokens fit
@@ -48,6 +49,7 @@ class Planner:
         self._threshold = config.long_prefill_token_threshold or NEVER
         self._free_rows = list(reversed(range(config.max_num_seqs)))
         self._removed: list[int] = []  # since the last plan
+        self._number = self._oldest = 0  # the step that is planned, the oldest that is not back
 
     def add(self, sequence: Sequence) -> None:
         """At the end of the queue. Its tokens are its own from here on."""
@@ -55,12 +57,15 @@ class Planner:
         self.waiting[sequence.stream] = sequence
 
     def fork(self, source: Sequence, siblings: list[Sequence]) -> None:
-        """The running source has its whole prompt computed: its siblings start from there."""
+        """The source has its whole prompt computed: its siblings start from there.
+
+        If it has been preempted meanwhile, its blocks are gone, and they wait as it does.
+        """
         waiting = []
         for sibling in siblings:
             sibling.tokens = sibling.tokens.copy()
             sibling.num_cached = source.num_cached
-            if self._kv.fork(source, sibling):
+            if source.row >= 0 and self._kv.fork(source, sibling):
                 self.forks[sibling.stream] = sibling
             else:
                 waiting.append(sibling)
@@ -74,11 +79,15 @@ class Planner:
             self.waiting.pop(sequence.stream, None)
         self._kv.release(sequence)
 
-    def plan(self, number: int, even_empty: bool = False) -> tuple[Step, list[int]] | None:
+    def plan(
+        self, number: int, oldest: int, even_empty: bool = False
+    ) -> tuple[Step, list[int]] | None:
         """The next step and the rows that leave before it, or None if nothing is to compute.
 
-        even_empty: a step that computes nothing will do, too.
+        oldest: the first step that is not back; `number` itself if none is in flight. even_empty: a
+        step that computes nothing will do, too.
         """
+        self._number, self._oldest = number, oldest
         step = Step(number)
         budget = self._plan_running(step)
         if self.forks:
@@ -101,15 +110,17 @@ class Planner:
                 break
             computed = sequence.num_computed
             count = len(sequence.tokens) - computed
-            if count == 1:
+            if count <= 1:  # it decodes; with less than 1 its next token is still in flight
                 end = computed + 1
+                if end >= sequence.max_length:  # and is its last
+                    continue
                 if end > sequence.capacity and not self._make_room(step, sequence, end):
                     break
                 sequence.num_computed = end
                 sequences[sequence.row] = sequence
                 num_tokens.append(1)
                 budget -= 1
-            elif count:  # else its next token is still in flight
+            else:
                 count = min(count, budget, self._threshold)
                 if not self._make_room(step, sequence, computed + count):
                     break
@@ -156,7 +167,7 @@ class Planner:
         kv, waiting = self._kv, self.waiting
         while waiting and budget and self._free_rows:
             sequence = next(iter(waiting.values()))
-            if not kv.admit(sequence):
+            if sequence.preempted_in > self._oldest or not kv.admit(sequence):
                 break
             del waiting[sequence.stream]
             count = min(len(sequence.tokens) - sequence.num_computed, budget, self._threshold)
@@ -169,7 +180,6 @@ class Planner:
 
     def _enter(self, step: Step, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
-        sequence.entered_step = step.number
         self.running[sequence.stream] = sequence
         step.enter(sequence)
 
@@ -181,6 +191,7 @@ class Planner:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        sequence.preempted_in = self._number
         self._leave(sequence)
         self._kv.release(sequence)
         self._put_first([sequence])

@@ -12,6 +12,10 @@
 The first choice of a request begins in waiting, and so does every choice that is resumed. A
 sequence of any state may end (its last token, StopStream, an abort). The workers know exactly the
 running ones, by row.
+
+Running ahead, a sequence may be planned to compute its newest token before that one is back. It has
+num_computed >= len(tokens) then: of the tokens computed, those from len(tokens) on are known to the
+workers alone, and one more is being sampled.
 """
 
 from __future__ import annotations
@@ -27,14 +31,16 @@ NEVER = 1 << 62  # a length that no sequence reaches
 class Sequence:
     """tokens: prompt, then output; a held sequence has its request's own list, which must not grow.
         The first num_resumed tokens of the output came with the request.
-    num_computed: how many of them have their KV once all plans sent so far are executed.
+    num_computed: how many have their KV once all plans sent so far are executed.
     max_length, min_length: len(tokens) at which it ends, and below which no stop id ends it.
     num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
         before. Output that was found, too, is not in it.
-    entered_step: the step of the plan that gave it its row.
+    preempted_in: the number of the step in whose planning it was preempted last. It enters again
+        when all steps before that one are back, as some of its tokens may be in them.
     capacity: tokens that its blocks have room for.
     hashes: of its full blocks, as far as they were asked for. num_registered of them have been
-        given to the block pool, and when cache_at tokens are computed, the next one is due.
+        given to the block pool, and when the output of cache_at computed tokens is back, the next
+        one is due.
     copy_source: while forking, the block (referenced) whose copy its last block is to become; 0 is
         none.
     """
@@ -45,7 +51,7 @@ class Sequence:
         "capacity",
         "choice",
         "copy_source",
-        "entered_step",
+        "ended",
         "hashes",
         "max_length",
         "min_length",
@@ -54,6 +60,7 @@ class Sequence:
         "num_prompt",
         "num_registered",
         "num_resumed",
+        "preempted_in",
         "request",
         "row",
         "stop_ids",
@@ -82,7 +89,8 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = -1
         self.row = -1
-        self.entered_step = -1
+        self.preempted_in = -1
+        self.ended = False
         self.block_ids: list[int] = []
         self.capacity = 0
         self.hashes: list[bytes] = []

@@ -2,7 +2,8 @@
 
 What a row means can change while a step is in flight: its sequence may end or be preempted, and the
 row be given to another. So the output of row r in step s belongs to the sequence that had r in the
-plan of s, if that one still has it since then.
+plan of s. If that one has ended since, it is dropped; if it was preempted, it has not come back
+before this output did (planner.py), and the tokens are its next ones all the same.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .sequence import Sequence
 class Step:
     """sequences: what is computed, by row. num_tokens: how many tokens of each, in that order.
 
-    chunks: (row, sequence, num_computed after this step) of those that are not sampled, because a
-        part of their known tokens is left for a later step.
+    chunks: (sequence, num_computed after this step) of those that are not sampled, because a part
+        of their known tokens is left for a later step.
     pings: to be passed on when the step has ended.
     """
 
@@ -39,7 +40,7 @@ class Step:
         self.copies: list[tuple[int, int]] = []  # (from, to)
         self.num_tokens: list[int] = []
         self.sequences: dict[int, Sequence] = {}
-        self.chunks: list[tuple[int, Sequence, int]] = []
+        self.chunks: list[tuple[Sequence, int]] = []
         self.num_prefills = 0
         self.pings: list[messages.Ping] = []
 
@@ -51,7 +52,7 @@ class Step:
         self.num_tokens.append(num_tokens)
         is_chunk = computed < len(sequence.tokens)
         if is_chunk:
-            self.chunks.append((sequence.row, sequence, computed))
+            self.chunks.append((sequence, computed))
         self.num_prefills += is_chunk or num_tokens > 1
 
     def enter(self, sequence: Sequence) -> None:
@@ -83,7 +84,3 @@ class Step:
             rows=packed(list(self.sequences)),
             num_tokens=packed(self.num_tokens),
         )
-
-    def is_current(self, sequence: Sequence, row: int) -> bool:
-        """Whether the sequence has had this row ever since this step was planned."""
-        return sequence.row == row and sequence.entered_step <= self.number

@@ -98,8 +98,10 @@ def engine(spec_of: Any, folder: Path, **options: Any) -> InProcessEngine:
         "max_num_seqs": 4,
         "num_threads": 1,
         "num_gpu_blocks_override": 40,
+        "max_model_len": 40,
     } | options
-    return InProcessEngine(build(EngineConfig, options), spec_of(folder, max_model_len=40))
+    spec = spec_of(folder, max_model_len=options["max_model_len"])
+    return InProcessEngine(build(EngineConfig, options), spec)
 
 
 def test_what_the_cache_has_is_computed_again(model: Any, spec_of: Any) -> None:
@@ -123,6 +125,33 @@ def test_of_several_choices_once(model: Any, spec_of: Any) -> None:
     e.add("three", prompt, SamplingParams(n=3, seed=1, max_tokens=5, prompt_logprobs=3))
     e.run()
     check(e.prompt_logprobs["three"], prompt, reference)
+
+
+@pytest.mark.parametrize("threshold", [0, 8])
+def test_preempted_with_the_prompt_in_flight(model: Any, spec_of: Any, threshold: int) -> None:
+    """What comes of the prompt after that counts: it may be the last that is ever computed of it.
+
+    "b" finds no block in step 1, with a part of its prompt or all of it in step 0.
+    """
+    folder, reference = model
+    e = engine(
+        spec_of,
+        folder,
+        max_steps_in_flight=3,
+        num_gpu_blocks_override=5,  # 4 blocks
+        long_prefill_token_threshold=threshold,
+        max_model_len=16,
+    )
+    prompt = random_tokens(6, 12)
+    e.add("a", random_tokens(7, 4), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    e.add("b", prompt, WANTED)
+    e.step()
+    assert e.scheduler.statistics()["preemptions"] == 1
+    e.run()
+    parts = e.prompt_logprobs["b"]
+    again = len(parts) - 1 - [part.first for part in reversed(parts)].index(1)
+    assert (again > 0) == bool(threshold)
+    check(parts[again:], prompt, reference)
 
 
 def test_preempted_sequences_do_not_answer_again(model: Any, spec_of: Any) -> None:

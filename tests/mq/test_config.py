@@ -45,6 +45,7 @@ def test_options_are_taken():
         ("max_num_batched_tokens", 0),
         ("max_model_len", 0),
         ("long_prefill_token_threshold", -1),
+        ("max_steps_in_flight", 0),
         ("num_gpu_blocks_override", 1),
         ("kv_cache_memory_bytes", 0),
         ("memory_utilization", 0.0),

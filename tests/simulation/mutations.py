@@ -126,6 +126,23 @@ def _kept_computed(right: Function) -> Function:
     return release
 
 
+def _kept_token(right: Function) -> Function:
+    """What a step in flight has sampled for a sequence that has ended is taken for the output."""
+
+    def forget(self: Any, sequence: Any) -> None:
+        right(self, sequence)
+        sequence.ended = False
+
+    return forget
+
+
+def _no_tokens_awaited(right: Function) -> Function:
+    def plan(self: Any, number: int, oldest: int, even_empty: bool = False) -> Any:
+        return right(self, number, number, even_empty)
+
+    return plan
+
+
 def _swapped_choices(right: Function) -> Function:
     def fork(self: Any, source: Any, siblings: list[Any]) -> None:
         if len(siblings) > 1:
@@ -218,6 +235,8 @@ MUTATIONS = [
     Mutation("a token is sent twice", scheduler_core.Outbox, "drain", _repeated_token),
     Mutation("a copied block isn't freed", kv_cache.KVCache, "release", _kept_copy, most=80),
     Mutation("a preempted one keeps a token", kv_cache.KVCache, "release", _kept_computed),
+    Mutation("a token of one that has ended is kept", _SCHEDULER, "_forget", _kept_token),
+    Mutation("a preempted one comes back too early", planner.Planner, "plan", _no_tokens_awaited),
     Mutation("a fork gets another's choice", planner.Planner, "fork", _swapped_choices),
     Mutation("ends aren't passed on", _DETOKENIZER, "_end", _nothing),
     Mutation("pings are lost", _DETOKENIZER, "handle", _without(messages.Ping)),

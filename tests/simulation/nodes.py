@@ -234,8 +234,7 @@ class CoreNode(Node):
             case "tokenizer":
                 self.core = TokenizerCore(spec, tokenizer, clock=lambda: datetime(2026, 1, 1))
             case "scheduler":
-                steps = world.scenario.steps_in_flight
-                self.core = SchedulerCore(world.scenario.config, spec, max_steps_in_flight=steps)
+                self.core = SchedulerCore(world.scenario.config, spec)
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
 

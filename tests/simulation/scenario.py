@@ -67,7 +67,6 @@ class Scenario:
     spec: ModelSpec
     capacity: int  # bytes of each channel
     batch: int  # records taken from one channel at a time
-    steps_in_flight: int
     wake: float  # mean seconds until who is woken runs
     pause: float  # mean seconds between two effects of one actor
     step: float  # mean seconds of a worker's step
@@ -110,6 +109,7 @@ def draw(seed: int) -> Scenario:
         max_num_seqs=rng.choice([2, 4, 8]),
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
+        max_steps_in_flight=rng.choice([1, 2, 3]),
         enable_prefix_caching=rng.random() < 0.8,
         step_timeout=3.0 if profile == "storm" else 60.0,
         startup_timeout=100.0,
@@ -134,7 +134,6 @@ def draw(seed: int) -> Scenario:
         spec=spec,
         capacity=rng.choice([64, 300, 2000, 1 << 16]),
         batch=rng.choice([1, 3, 256, 256]),
-        steps_in_flight=rng.choice([1, 2, 3]),
         wake=rng.choice([2e-5, 2e-4, 2e-3]),
         pause=rng.choice([1e-6, 5e-5, 5e-4]),
         step=rng.choice([5e-4, 3e-3]),

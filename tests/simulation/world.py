@@ -43,6 +43,7 @@ _COUNTED = (
     "forks",
     "prefix_cache_hits",
     "chunked_prefills",
+    "overshoot_tokens",
     "takeovers",
     "poisoned",
 )

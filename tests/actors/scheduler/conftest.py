@@ -32,12 +32,16 @@ class Engine:
     `tokens` begin with those that were resumed. `lost` are streams whose ends nobody will hear.
     """
 
-    def __init__(self, spec=None, ready=True, max_steps_in_flight=1, **options):
-        defaults = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    def __init__(self, spec=None, ready=True, **options):
+        defaults = {
+            "block_size": 4,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_steps_in_flight": 1,
+        }
         self.config = EngineConfig(**{**defaults, **options})
         self.spec = spec or make_spec()
-        self.ahead = max_steps_in_flight
-        self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=self.ahead)
+        self.core = SchedulerCore(self.config, self.spec)
         self.worker_spec = make_spec()  # its fake tokens may be EOS ids of the scheduler's
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs = []  # of the worker, not yet handed to the core
@@ -75,7 +79,7 @@ class Engine:
                 messages.OutputSpec(client),
                 0.0,
                 cache_salt,
-                [
+                resume=[
                     messages.Resume(choice, codec.pack(output))
                     for choice, output in (resume or {}).items()
                 ],
@@ -93,7 +97,7 @@ class Engine:
         """Scheduler and worker die, and others come."""
         self.lost |= {stream for stream in self.opened if not self.ends[stream]}
         old = self.core
-        self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=self.ahead)
+        self.core = SchedulerCore(self.config, self.spec)
         self.core._next_stream = old._next_stream  # so that `opened` can tell them apart
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs.clear()
@@ -106,7 +110,7 @@ class Engine:
         """Everything that the core sends, to where it goes; the worker executes a plan at once."""
         sends = self.core.flush(0.0)
         kinds = [(send.to, type(send.message)) for send in sends]
-        assert kinds.count(("workers", messages.StepPlan)) <= 1
+        assert kinds.count(("workers", messages.StepPlan)) <= self.config.max_steps_in_flight
         assert kinds.count(("detokenizer.0", messages.StreamStep)) <= 1
         decode_plan = codec.Decoder(messages.SchedulerToWorker)
         decode_stream = codec.Decoder(messages.SchedulerToDetokenizer)
@@ -118,6 +122,7 @@ class Engine:
                 self.outputs.append(self.runner.execute(plan))
             else:
                 self._hear(decode_stream(payload))
+        assert self.core.num_steps_in_flight <= self.config.max_steps_in_flight
         self.core.check()
         return sends
 

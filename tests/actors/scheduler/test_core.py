@@ -110,18 +110,6 @@ def test_a_budget_below_the_number_of_running_sequences(make_engine):
     engine.assert_idle()
 
 
-def test_plans_ahead_leave_out_what_is_in_flight(make_engine):
-    engine = make_engine(max_steps_in_flight=2)
-    engine.add("a", range(10))
-    engine.flush()
-    engine.add("b", range(100, 110))
-    engine.flush()
-    assert [list(rows_of(plan)) for plan in engine.plans] == [[0], [1]]
-    assert engine.core.num_steps_in_flight == 2
-    engine.run()
-    engine.assert_idle()
-
-
 def test_eos_ends_and_counts(make_engine, model_spec):
     engine = make_engine()
     engine.add("a", range(5))
@@ -306,31 +294,6 @@ def test_the_last_to_come_is_preempted(make_engine):
     engine.assert_idle()
     entered = [new.request_id for plan in engine.plans for new in plan.new]
     assert entered == ["a", "b", "b", "c"]  # and comes back before those that came later
-
-
-@pytest.mark.parametrize("same_row", [True, False])
-def test_a_token_from_before_a_preemption_is_dropped(make_engine, same_row):
-    engine = make_engine(num_gpu_blocks_override=5, max_steps_in_flight=3)  # 4 blocks
-    engine.add("a", range(4))
-    engine.flush()
-    engine.add("forking", [50], n=1 + same_row)
-    engine.flush()
-    engine.add("b", range(20, 28))
-    engine.flush()
-    engine.answer()
-    engine.flush()  # "a" takes a block of "b", whose token is in flight
-    assert engine.core.statistics()["preemptions"] == 1
-    engine.answer()
-    engine.abort("a")
-    engine.flush()  # the fork, if there is one, takes the row of "a"; then "b" comes back
-    first, again = [new for plan in engine.plans for new in plan.new if new.request_id == "b"]
-    assert (first.row == again.row) == same_row
-    engine.answer()
-    engine.flush()
-    assert engine.tokens[engine.stream("b")] == []
-    engine.run()
-    engine.assert_idle()
-    assert engine.output("b") == engine.expected("b")
 
 
 def test_prompts_that_can_never_fit_are_refused_with_both_numbers(make_engine, model_spec):

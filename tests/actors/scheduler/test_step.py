@@ -1,4 +1,4 @@
-"""What of a step is still true when its output comes."""
+"""What a step writes down, and says to the workers."""
 
 import pytest
 
@@ -15,21 +15,13 @@ def sequence():
     )
     sequence = Request(message, iter([0]), [2], 512).leading[0]
     sequence.row = 3
-    sequence.entered_step = 5
     return sequence
-
-
-def test_a_row_is_current_from_the_step_that_gave_it(sequence):
-    assert Step(5).is_current(sequence, 3)
-    assert Step(6).is_current(sequence, 3)
-    assert not Step(4).is_current(sequence, 3)
-    assert not Step(5).is_current(sequence, 2)
 
 
 def test_a_part_of_the_known_tokens_is_a_chunk(sequence):
     step = Step(5)
     step.compute(sequence, 4)
-    assert step.chunks == [(3, sequence, 4)]
+    assert step.chunks == [(sequence, 4)]
     assert sequence.num_computed == 4
     step = Step(6)
     step.compute(sequence, 6)

@@ -314,14 +314,17 @@ def test_a_ping_waits_for_a_step_that_is_sent_after_it(make_engine):
 
 def test_with_steps_ahead_a_ping_adds_none(make_engine):
     engine = make_engine(max_steps_in_flight=3)
-    engine.add("a", range(5), max_tokens=3)
+    engine.add("a", range(5), max_tokens=5)
     engine.flush()
     engine.handle(messages.Ping(0, 1))
     engine.flush()
-    assert engine.core.num_steps_in_flight == 1
+    assert engine.core.num_steps_in_flight == 3
+    engine.answer()
+    engine.flush()
+    assert engine.core.num_steps_in_flight == 3  # the last one was sent after the ping
     engine.run()
     engine.assert_idle()
-    assert (len(engine.plans), engine.pings) == (3, [messages.Ping(0, 1)])
+    assert (len(engine.plans), engine.pings) == (5, [messages.Ping(0, 1)])
 
 
 def test_a_ping_waits_for_the_workers(make_engine):
