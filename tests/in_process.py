@@ -8,18 +8,20 @@ import itertools
 from collections.abc import Sequence
 
 from ringcast.actors.scheduler.core import SchedulerCore
+from ringcast.actors.text.logprob_rows import StepLogprobs
 from ringcast.executor.runner import make_runner
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec
-from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 class InProcessEngine:
     """Runs requests to their end.
 
     `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each; of a request
-    that was taken over, those of its last incarnation. `prompt_logprobs[request_id]` are their
-    parts as they came.
+    that was taken over, those of its last incarnation. `logprobs[request_id][choice]` are, for each
+    token, those of itself and of the likeliest ones, by token id, where they were asked for;
+    `prompt_logprobs[request_id]` are their parts as they came.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -27,6 +29,7 @@ class InProcessEngine:
         self.runner = make_runner(config, spec)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
+        self.logprobs: dict[str, dict[int, list[dict[int, float]]]] = {}
         self.prompt_logprobs: dict[str, list[messages.PromptLogprobs]] = {}
         self._streams: dict[int, tuple[str, int]] = {}
         self._clock = itertools.count()
@@ -117,13 +120,20 @@ class InProcessEngine:
             codec.ints(step.token_index),
             codec.ints(step.token_ids),
         )
-        for stream, index, token in zip(*(array.tolist() for array in arrays), strict=True):
+        logprobs = StepLogprobs(step.logprobs) if step.logprobs is not None else None
+        columns = zip(*(array.tolist() for array in arrays), strict=True)
+        for at, (stream, index, token) in enumerate(columns):
             if stream not in self._streams:  # of an older incarnation
                 continue
             request_id, choice = self._streams[stream]
             tokens = self.tokens[request_id][choice]
             assert len(tokens) == index
             tokens.append(token)
+            row = logprobs and logprobs.row(at, index, MAX_LOGPROBS, lambda _: b"")
+            if row:
+                table = dict(zip(row.token_ids, row.logprobs, strict=True))
+                table.pop(-1, None)  # of columns that the request didn't ask for
+                self.logprobs.setdefault(request_id, {}).setdefault(choice, []).append(table)
         for end in step.ends:
             key = self._streams.get(end.stream)
             if key is not None:
