@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .frontend.async_llm import AsyncLLM
+    from .frontend.beam_search import BeamSearchOutput, BeamSearchParams
     from .frontend.llm import LLM
     from .frontend.outputs import CompletionOutput, RequestOutput
     from .mq.sampling_params import RequestOutputKind, SamplingParams
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "ringcast.frontend.llm",
     "AsyncLLM": "ringcast.frontend.async_llm",
+    "BeamSearchOutput": "ringcast.frontend.beam_search",
+    "BeamSearchParams": "ringcast.frontend.beam_search",
     "CompletionOutput": "ringcast.frontend.outputs",
     "RequestOutput": "ringcast.frontend.outputs",
     "RequestOutputKind": "ringcast.mq.sampling_params",
@@ -24,6 +27,8 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "RequestOutputKind",

@@ -57,6 +57,7 @@ class CpuModelRunner:
             spec.hf_config,
             dtype,
             config.quantization,
+            config.deterministic,
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),

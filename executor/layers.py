@@ -2,7 +2,9 @@
 kernels read.
 
 With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows.
-Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many.
+Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many;
+the two add up in different orders, so where results must not depend on the batch (--deterministic)
+the kernel serves all.
 Quantised weights have layers of their own (quantized.py).
 Inputs have the model's element type in buffers of `padded` width, zero beyond their own; outputs
 are float32.
@@ -23,10 +25,14 @@ from .program import ByRows, Operation
 
 
 class Layout:
-    """How weights are held: `tiled` for bfloat16 where the processor has matrix tiles."""
+    """How weights are held: `tiled` for bfloat16 where the processor has matrix tiles.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    deterministic: a row's result is the same bit for bit, whatever the number of rows.
+    """
+
+    def __init__(self, dtype: torch.dtype, deterministic: bool = False) -> None:
         self.dtype = dtype
+        self.deterministic = deterministic
         self.tiled = dtype == torch.bfloat16 and tiles.available()
 
     def padded(self, size: int) -> int:
@@ -55,9 +61,10 @@ class Layout:
         return [linear.row_linear, embedding.row_embedding]
 
     def describe(self) -> str:
-        return (
-            "matrix tiles (AMX)" if self.tiled else "rows (a kernel for few rows, torch for many)"
-        )
+        if self.tiled:
+            return "matrix tiles (AMX)"
+        many = "the kernel" if self.deterministic else "torch"
+        return f"rows (a kernel for few rows, {many} for many)"
 
 
 class Linear:
@@ -98,6 +105,8 @@ class Linear:
                 linear.tile_linear.bind(x.dtype, **common, **sizes, configurations=configurations)
             ]
         few = linear.row_linear.bind(x.dtype, **common, **sizes)
+        if self._layout.deterministic:
+            return [few]
         return [ByRows(few, lambda count: self._product(x[:count], y[:count]))]
 
     def _product(self, x: torch.Tensor, y: torch.Tensor) -> None:

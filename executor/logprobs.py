@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ..mq import codec
 from ..mq.messages import TokenLogprobs
+from ..mq.sampling_params import MAX_LOGPROBS
 
 Ints = NDArray[np.int32]
 
@@ -27,11 +28,12 @@ def token_logprobs(
     ids[:, 0] = chosen
     logprobs[:, :1] = of_chosen.numpy()
     if most:
-        top = raw.topk(min(most, raw.shape[1]), -1)
-        asked = np.arange(top.indices.shape[1]) < num_logprobs[:, None]
-        width = 1 + top.indices.shape[1]
-        ids[:, 1:width] = np.where(asked, top.indices.numpy(), -1)
-        logprobs[:, 1:width] = np.where(asked, top.values.numpy(), -np.inf)
+        # Always as many: which of equal ones come must not depend on what the neighbours want.
+        top = raw.topk(min(MAX_LOGPROBS, raw.shape[1]), -1)
+        some = min(most, raw.shape[1])
+        asked = np.arange(some) < num_logprobs[:, None]
+        ids[:, 1 : 1 + some] = np.where(asked, top.indices.numpy()[:, :some], -1)
+        logprobs[:, 1 : 1 + some] = np.where(asked, top.values.numpy()[:, :some], -np.inf)
     rank = 1 + torch.count_nonzero(raw > of_chosen, -1)
     return TokenLogprobs(
         width=most + 1,

@@ -4,14 +4,15 @@ Activations are quantised too, each row by itself, in a kernel before each produ
 them is the precision of the server; the number of rows chooses only between kernels that give the
 same bits.
 
-int8: a scale for each output and for each row of activations, sums in int32.
+int8: a scale for each output and for each row of activations, which have two bytes; sums in int32.
 int4: a scale for each 32 inputs, of weights and of activations, sums in int32 within them. The
 output layer has 8 bits: with 4 it costs more quality than it saves time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +24,13 @@ from .program import Operation
 
 BITS = {"int8": 8, "int4": 4}
 
+R = TypeVar("R")
 
-def make_layout(dtype: torch.dtype, quantization: str) -> Layout:
-    return QuantizedLayout(dtype, BITS[quantization]) if quantization in BITS else Layout(dtype)
+
+def make_layout(dtype: torch.dtype, quantization: str, deterministic: bool) -> Layout:
+    if quantization in BITS:
+        return QuantizedLayout(dtype, BITS[quantization])
+    return Layout(dtype, deterministic)
 
 
 class QuantizedLayout(Layout):
@@ -35,7 +40,7 @@ class QuantizedLayout(Layout):
         super().__init__(dtype)
         self.tiled = False
         self.bits = bits
-        self._buffers: dict[tuple[int, int, int], _Rows] = {}
+        self._buffers: dict[tuple[str, int, int], Any] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         if tiles.bytes_available() and vectors.products_available():
             self._how, self.int8 = "matrix tiles (AMX)", int8_linear.int8_tile_linear
@@ -62,36 +67,45 @@ class QuantizedLayout(Layout):
         return False
 
     def kernels(self, tied: bool) -> list[Kernel]:
-        products = [self.int8] if self.bits == 8 else [self.int8, self.int4]
-        return [quantize.quantize_rows_kernel, *products, embedding.row_embedding]
+        kernels = [quantize.split_rows_kernel, self.int8, embedding.row_embedding]
+        return kernels if self.bits == 8 else [quantize.quantize_rows_kernel, self.int4, *kernels]
 
     def describe(self) -> str:
         return f"int{self.bits}, {self._how}"
 
-    def rows(self, capacity: int, width: int, group: int) -> _Rows:
+    def rows(self, kind: Callable[[int, int], R], capacity: int, width: int) -> R:
         """A buffer for quantised activations, shared by all layers with this shape of input."""
-        key = capacity, width, group
+        key = kind.__name__, capacity, width
         if key not in self._buffers:
-            self._buffers[key] = _Rows(*key)
+            self._buffers[key] = kind(capacity, width)
         return self._buffers[key]
 
-    def scratch(self, inner: int) -> torch.Tensor:
-        """uint8 [threads, enough], shared by all layers of about this size."""
-        size, threads = int4_linear.scratch_bytes(inner), torch.get_num_threads()
+    def scratch(self, size: int) -> torch.Tensor:
+        """uint8 [threads, size or more], shared by all layers of about this size."""
+        threads = torch.get_num_threads()
         if self._scratch.shape[-1] < size:
             self._scratch = torch.empty(threads, size, dtype=torch.uint8)
         return self._scratch
 
 
-class _Rows:
-    """Quantised activations: bytes, and for each group its scale, its sum, and their product."""
+class _Groups:
+    """Activations of 8 bits: for each group of a row its scale, its sum, and their product."""
 
-    def __init__(self, capacity: int, width: int, group: int) -> None:
-        groups = width // group
+    def __init__(self, capacity: int, width: int) -> None:
+        groups = width // quantize.GROUP
         self.q = torch.zeros(capacity, width, dtype=torch.int8)
         self.scales = torch.zeros(capacity, groups)
         self.sums = torch.zeros(capacity, groups, dtype=torch.int32)
         self.totals = torch.zeros(capacity, groups)
+
+
+class _Pairs:
+    """Activations of two bytes: a row's scale, and its sums of high and of low bytes."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self.q = torch.zeros(capacity, 2, width, dtype=torch.int8)
+        self.scales = torch.zeros(capacity)
+        self.sums = torch.zeros(capacity, 2, dtype=torch.int32)
 
 
 class QuantizedLinear(Linear):
@@ -114,25 +128,9 @@ class QuantizedLinear(Linear):
         """As Linear's."""
         capacity, inner = x.shape
         assert inner == self._layout.padded(self.inputs)
-        group = inner if self._bits == 8 else quantize.GROUP
-        buffer = self._layout.rows(capacity, inner, group)
         y = y.view(-1)[: capacity * self.width].view(-1, self.width)
-        first = quantize.quantize_rows_kernel.bind(
-            x.dtype,
-            rows=rows,
-            x=x,
-            q=buffer.q,
-            scales=buffer.scales,
-            sums=buffer.sums,
-            totals=buffer.totals,
-            size=inner,
-            group=group,
-            element_bytes=x.itemsize,
-        )
         common = {
             "rows": rows,
-            "x": buffer.q,
-            "row_scales": buffer.scales,
             "weight": self.weight.packed,
             "scales": self.weight.scales,
             "bias": self._bias,
@@ -140,15 +138,46 @@ class QuantizedLinear(Linear):
             "inner": inner,
             "outer": self.width,
         }
-        if self._bits == 8:
-            product = self._layout.int8.bind(
-                x.dtype, **common, sums=buffer.sums, configurations=linear.CONFIGURATIONS
-            )
-            return [first, product]
-        scratch = self._layout.scratch(inner)
-        product = self._layout.int4.bind(
+        return self._bind_8(x, common) if self._bits == 8 else self._bind_4(x, common)
+
+    def _bind_8(self, x: torch.Tensor, common: dict[str, Any]) -> list[Operation]:
+        layout, (capacity, inner) = self._layout, x.shape
+        buffer = layout.rows(_Pairs, capacity, inner)
+        made = {"q": buffer.q, "scales": buffer.scales, "sums": buffer.sums}
+        sizes = {"size": inner, "element_bytes": x.itemsize}
+        first = quantize.split_rows_kernel.bind(x.dtype, rows=common["rows"], x=x, **made, **sizes)
+        product = layout.int8.bind(
             x.dtype,
             **common,
+            x=buffer.q,
+            row_scales=buffer.scales,
+            sums=buffer.sums,
+            scratch=layout.scratch(int8_linear.SCRATCH_BYTES),
+            configurations=linear.CONFIGURATIONS,
+        )
+        return [first, product]
+
+    def _bind_4(self, x: torch.Tensor, common: dict[str, Any]) -> list[Operation]:
+        layout, (capacity, inner) = self._layout, x.shape
+        buffer = layout.rows(_Groups, capacity, inner)
+        scratch = layout.scratch(int4_linear.scratch_bytes(inner))
+        first = quantize.quantize_rows_kernel.bind(
+            x.dtype,
+            rows=common["rows"],
+            x=x,
+            q=buffer.q,
+            scales=buffer.scales,
+            sums=buffer.sums,
+            totals=buffer.totals,
+            size=inner,
+            group=quantize.GROUP,
+            element_bytes=x.itemsize,
+        )
+        product = layout.int4.bind(
+            x.dtype,
+            **common,
+            x=buffer.q,
+            row_scales=buffer.scales,
             totals=buffer.totals,
             groups=self.weight.groups,
             scratch=scratch,

@@ -17,6 +17,7 @@ RUNNERS = {
 }
 
 QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
+DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 
 Progress = Callable[[str, int, int], None]
 
@@ -52,6 +53,11 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
         raise ConfigError(
             f"quantization = {config.quantization!r}: device {config.device!r} has 'none' only; "
             f"{', '.join(QUANTIZES)} has it"
+        )
+    if config.deterministic and config.device not in DETERMINISTIC:
+        raise ConfigError(
+            f"deterministic = True: device {config.device!r} adds up in another order in another "
+            f"batch; {', '.join(DETERMINISTIC)} can keep it"
         )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -17,6 +18,7 @@ from ..mq.errors import EngineDeadError, InvalidRequestError
 from ..mq.sampling_params import SamplingParams
 from ..mq.supervision import Status
 from .async_llm import AsyncLLM
+from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from .cli.progress import StartProgress
 from .client import EngineClient
 from .loop_thread import LoopThread
@@ -95,6 +97,19 @@ class LLM:
             for conversation in conversations
         ]
         return self._run(jobs, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: UserPrompt | Sequence[UserPrompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences that beam search finds for each prompt, all prompts together.
+
+        prompts: as in `generate`. beam_search.py says what is searched and how it is ranked.
+        Raises InvalidRequestError when any of them can't be served.
+        """
+        given = [prompts] if is_one_prompt(prompts) else prompts
+        jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
+        ask = functools.partial(self._run, show_progress=False)
+        return beam_search(jobs, params, self._engine.spec, ask)
 
     def stream(
         self, prompt: UserPrompt, sampling_params: SamplingParams | None = None

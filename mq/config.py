@@ -46,8 +46,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "int4"],
-        Meta(description="of weights at load; activations are int8 then. The CPU backend has it"),
+        Meta(description="of weights at load; each step's activations too. The CPU backend has it"),
     ] = "none"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="a request with a seed gets the same tokens alone and in any batch; "
+            "prompts take longer where there are no matrix tiles"
+        ),
+    ] = False
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights from the config alone")
     ] = "auto"

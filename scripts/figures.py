@@ -16,6 +16,11 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(1, math.ceil(share * len(ordered))) - 1]
 
 
+def perplexity(logprobs: Sequence[float]) -> float:
+    """Of tokens with these log-probabilities (Jelinek et al., 1977)."""
+    return math.exp(-math.fsum(logprobs) / len(logprobs))
+
+
 def number(value: float) -> str:
     """Three significant digits, or all before the point: 0.123, 4.56, 78.9, 12,345."""
     if value == 0:

@@ -10,19 +10,20 @@ from collections import deque
 from collections.abc import Sequence
 
 from ringcast.actors.scheduler.core import SchedulerCore
+from ringcast.actors.text.logprob_rows import StepLogprobs
 from ringcast.executor.runner import make_runner
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec
-from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 class InProcessEngine:
     """Runs requests to their end.
 
     `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each; of a request
-    that was taken over, those of its last incarnation. `prompt_logprobs[request_id]` are their
-    parts as they came; `logprobs[request_id][choice]` those of each output token (the chosen one,
-    then the likeliest), for the requests that want them.
+    that was taken over, those of its last incarnation. `logprobs[request_id][choice]` are, for each
+    token, those of itself and of the likeliest ones, by token id, where they were asked for;
+    `prompt_logprobs[request_id]` are their parts as they came.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -30,8 +31,8 @@ class InProcessEngine:
         self.runner = make_runner(config, spec)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
+        self.logprobs: dict[str, dict[int, list[dict[int, float]]]] = {}
         self.prompt_logprobs: dict[str, list[messages.PromptLogprobs]] = {}
-        self.logprobs: dict[str, dict[int, list[list[float]]]] = {}
         self._plans: deque[messages.StepPlan] = deque()  # not yet executed
         self._streams: dict[int, tuple[str, int]] = {}
         self._clock = itertools.count()
@@ -121,35 +122,22 @@ class InProcessEngine:
             codec.ints(step.token_index),
             codec.ints(step.token_ids),
         )
-        logprobs = _rows_of(step.logprobs)
-        entries = zip(*(array.tolist() for array in arrays), strict=True)
-        for place, (stream, index, token) in enumerate(entries):
+        logprobs = StepLogprobs(step.logprobs) if step.logprobs is not None else None
+        columns = zip(*(array.tolist() for array in arrays), strict=True)
+        for at, (stream, index, token) in enumerate(columns):
             if stream not in self._streams:  # of an older incarnation
                 continue
             request_id, choice = self._streams[stream]
             tokens = self.tokens[request_id][choice]
             assert len(tokens) == index
             tokens.append(token)
-            if place in logprobs:
-                rows = self.logprobs.setdefault(request_id, {}).setdefault(choice, [])
-                rows.append(logprobs[place])
+            row = logprobs and logprobs.row(at, index, MAX_LOGPROBS, lambda _: b"")
+            if row:
+                table = dict(zip(row.token_ids, row.logprobs, strict=True))
+                table.pop(-1, None)  # of columns that the request didn't ask for
+                self.logprobs.setdefault(request_id, {}).setdefault(choice, []).append(table)
         for end in step.ends:
             key = self._streams.get(end.stream)
             if key is not None:
                 assert key not in self.ends
                 self.ends[key] = end
-
-
-def _rows_of(table: messages.TokenLogprobs | None) -> dict[int, list[float]]:
-    """By place in the message's token arrays; without the columns that a request didn't want."""
-    if table is None:
-        return {}
-    shape = (-1, table.width)
-    ids = codec.ints(table.token_ids).reshape(shape)
-    values = codec.floats(table.logprobs).reshape(shape)
-    return {
-        place: row[wanted].tolist()
-        for place, row, wanted in zip(
-            codec.ints(table.index).tolist(), values, ids >= 0, strict=True
-        )
-    }

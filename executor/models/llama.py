@@ -52,13 +52,15 @@ class Family:
         hf_config: dict[str, Any],
         dtype: torch.dtype,
         quantization: str,
+        deterministic: bool,
         block_size: int,
         source: WeightSource,
         progress: Callable[[int, int], None],
     ) -> LlamaModel:
         """Check the config and take the weights. `progress(done, total)` counts layers."""
         checked = LlamaConfig(self, hf_config)
-        return LlamaModel(checked, dtype, quantization, block_size, source, progress)
+        layout = make_layout(dtype, quantization, deterministic)
+        return LlamaModel(checked, layout, block_size, source, progress)
 
 
 class LlamaConfig:
@@ -174,16 +176,15 @@ class LlamaModel:
     def __init__(
         self,
         config: LlamaConfig,
-        dtype: torch.dtype,
-        quantization: str,
+        layout: Layout,
         block_size: int,
         source: WeightSource,
         progress: Callable[[int, int], None],
     ) -> None:
         c = self._config = config
-        self._layout = layout = make_layout(dtype, quantization)
+        self._layout = layout
         self.geometry = Geometry(
-            dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size
+            layout.dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size
         )
         self._backend = choose_backend(self.geometry)
         table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))

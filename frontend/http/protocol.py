@@ -63,6 +63,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 _REASONS = {
     "chat_template": "templates in requests are not run; the server's is set by --chat-template",
+    "use_beam_search": "LLM.beam_search in Python searches beams; over HTTP there is sampling only",
 }
 
 

@@ -80,7 +80,9 @@ def scratch_bytes(max_model_len: int, head_size: int) -> tuple[int, int]:
     return ROWS * width * 8 + ROWS * head_size * 4 + 32 * head_size, width
 
 
-@njit(fastmath=True, error_model="numpy")
+# Inlined: a process that compiles kernels would otherwise call the copy that was compiled alone,
+# one that reads them from the cache the copy in the kernel; the two add up in different orders.
+@njit(fastmath=True, error_model="numpy", forceinline=True)
 def softmax(scores, weights, first, last, end, scale):
     """Unnormalised weights of scores[first:last], zero elsewhere up to `end`; returns their sum."""
     seen, chosen = scores[first:last], weights[first:last]

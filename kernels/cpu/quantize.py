@@ -1,7 +1,11 @@
 """Numbers as bytes and halves of bytes: how activations and weights are rounded and laid out.
 
-Activations: x = scale * q with q a signed byte in -127 .. 127, and one scale for each row, or for
-each group of 32 numbers of a row. No row depends on its neighbours in the batch.
+Activations, q, high and low being signed bytes in -127 .. 127:
+
+    with 4 bits   x = scale * q                    a scale for each group of 32 numbers of a row
+    with 8 bits   x = scale * (high + low / 254)   a scale for each row
+
+No row depends on its neighbours in the batch.
 
 Weights [N, K], each output (a row) with a scale of its own:
 
@@ -36,6 +40,8 @@ U8 = np.uint8(0)
 OFFSET = 128  # of stored bytes
 GROUP = 32  # inputs that share a step and a base
 COLUMNS = 16  # outputs that lie together
+LOW = np.float32(1 / 254)  # what one step of a low byte is to one of a high byte
+_STEPS = np.float32(254)
 _MOST = np.float32(127)
 _LEAST = np.float32(1e-30)  # numbers that are all smaller are all zero
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, to even if halfway
@@ -74,6 +80,18 @@ def quantize_rows(
     return q_TGI.flatten(1), most_TG / 127, q_TGI.sum(2, dtype=torch.int32)
 
 
+def split_rows(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference. High and low bytes int8 [T, 2, K], scales float32 [T], sums of the bytes int32
+    [T, 2].
+    """
+    x_TK = x_TK.float()
+    most_T = x_TK.abs().amax(1)
+    scaled_TK = x_TK * _inverses(most_T, 127)[:, None]
+    high_TK = torch.round(scaled_TK)
+    q_T2K = torch.stack([high_TK, torch.round((scaled_TK - high_TK) * _STEPS)], 1).to(torch.int8)
+    return q_T2K, most_T / 127, q_T2K.sum(2, dtype=torch.int32)
+
+
 def _inverses(most: torch.Tensor, whole: int) -> torch.Tensor:
     """whole / most, in one division (torch divides a number by a tensor in two steps)."""
     return torch.where(most < _LEAST, 0.0, torch.full_like(most, whole) / most)
@@ -93,18 +111,29 @@ def _inverse(most, whole):
 
 
 @njit(error_model="numpy")
-def _quantize_group(x, element, element_bytes, q, size):
-    """Bytes q for `size` (a multiple of 16) elements x, both addresses. Returns scale and sum."""
+def _round(value):
+    """To whole numbers, which are small."""
+    rounded = vectors.as_whole(vectors.add(value, vectors.spread(_ROUND)))
+    return vectors.subtract(rounded, vectors.spread(_ROUND_BITS))
+
+
+@njit(error_model="numpy")
+def _largest_size(x, element, element_bytes, size):
     most = vectors.spread(F32)
     for i in range(0, size, 16):
         most = vectors.largest_size(vectors.load_elements(x + i * element_bytes, element), most)
-    largest_one = vectors.largest_lane(most)
+    return vectors.largest_lane(most)
+
+
+@njit(error_model="numpy")
+def _quantize_group(x, element, element_bytes, q, size):
+    """Bytes q for `size` (a multiple of 16) elements x, both addresses. Returns scale and sum."""
+    largest_one = _largest_size(x, element, element_bytes, size)
     inverse = vectors.spread(_inverse(largest_one, 127))
     total = vectors.zeros()
     for i in range(0, size, 16):
         scaled = vectors.multiply(vectors.load_elements(x + i * element_bytes, element), inverse)
-        rounded = vectors.as_whole(vectors.add(scaled, vectors.spread(_ROUND)))
-        value = vectors.subtract(rounded, vectors.spread(_ROUND_BITS))
+        value = _round(scaled)
         vectors.store_bytes(q + i, value)
         total = vectors.add(total, value)
     return largest_one / _MOST, vectors.sum_lanes(total)
@@ -130,6 +159,40 @@ def _quantize_rows(p, chunk, chunks):
 quantize_rows_kernel = Kernel(
     _quantize_rows, "rows x q scales sums totals size group element_bytes"
 )
+
+
+@njit(error_model="numpy")
+def _split_row(x, element, element_bytes, q, size):
+    """High bytes, then low bytes. Returns the scale and the two sums."""
+    largest_one = _largest_size(x, element, element_bytes, size)
+    inverse, minus = vectors.spread(_inverse(largest_one, 127)), vectors.spread(np.float32(-1))
+    steps = vectors.spread(_STEPS)
+    highs, lows = vectors.zeros(), vectors.zeros()
+    for i in range(0, size, 16):
+        scaled = vectors.multiply(vectors.load_elements(x + i * element_bytes, element), inverse)
+        high = _round(scaled)
+        rest = vectors.add(scaled, vectors.multiply(vectors.to_real(high), minus))
+        low = _round(vectors.multiply(rest, steps))
+        vectors.store_bytes(q + i, high)
+        vectors.store_bytes(q + size + i, low)
+        highs, lows = vectors.add(highs, high), vectors.add(lows, low)
+    return largest_one / _MOST, vectors.sum_lanes(highs), vectors.sum_lanes(lows)
+
+
+def _split_rows(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows = carray(pointer(a.rows, a.rows), (1,))[0]
+    scales = carray(pointer(a.scales, F32), (rows,))
+    sums = carray(pointer(a.sums, I32), (rows, 2))
+    for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
+        x, q = a.x + t * a.size * a.element_bytes, a.q + t * 2 * a.size
+        scale, highs, lows = _split_row(x, a.element, a.element_bytes, q, a.size)
+        scales[t], sums[t, 0], sums[t, 1] = scale, highs, lows
+
+
+# x [rows, size], q int8 [rows, 2, size], scales float32 [rows], sums int32 [rows, 2], size a
+# multiple of 16.
+split_rows_kernel = Kernel(_split_rows, "rows x q scales sums size element_bytes")
 
 
 def quantize_bytes(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

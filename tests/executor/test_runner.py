@@ -39,6 +39,14 @@ def test_an_unknown_device_is_refused(monkeypatch):
         runner.make_runner(EngineConfig(), SPEC)
 
 
+def test_a_device_that_depends_on_the_batch_is_refused_where_none_may(monkeypatch):
+    config = build(EngineConfig, {"deterministic": True, "device": "fake"})
+    assert runner.make_runner(config, SPEC)
+    monkeypatch.setattr(runner, "DETERMINISTIC", ("cpu",))
+    with pytest.raises(ConfigError, match=r"deterministic = True: device 'fake' .* cpu can keep"):
+        runner.make_runner(config, SPEC)
+
+
 def test_the_registry_imports_no_torch_and_waiting_threads_sleep_soon():
     fields = msgspec.structs.asdict(SPEC)
     program = (

@@ -63,11 +63,24 @@ def quantize_rows(x: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
     return made
 
 
+def split_rows(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, size = x.shape
+    made = {
+        "q": torch.full((rows, 2, size), 99, dtype=torch.int8),
+        "scales": torch.full((rows,), float("nan")),
+        "sums": torch.full((rows, 2), -7, dtype=torch.int32),
+    }
+    sizes = {"size": size, "element_bytes": x.itemsize}
+    number = np.array([rows], np.int64)
+    quantize.split_rows_kernel.bind(x.dtype, rows=number, x=x, **sizes, **made)()
+    return made
+
+
 def product(kernel, x: torch.Tensor, weight: quantize.QuantizedWeight, bias=None) -> torch.Tensor:
     """y of a kernel for x [rows, padded inner], from a NaN-filled buffer."""
     outer, inner = len(weight.scales), x.shape[1]
     bits = 8 if weight.groups is None else 4
-    rows = quantize_rows(x, inner if bits == 8 else quantize.GROUP)
+    rows = split_rows(x) if bits == 8 else quantize_rows(x, quantize.GROUP)
     y = torch.full((len(x), outer), float("nan"))
     arguments = {
         "rows": np.array([len(x)], np.int64),
@@ -81,13 +94,12 @@ def product(kernel, x: torch.Tensor, weight: quantize.QuantizedWeight, bias=None
         "outer": outer,
         "configurations": linear.CONFIGURATIONS if bits == 8 else int4_linear.CONFIGURATIONS,
     }
+    size = int8_linear.SCRATCH_BYTES if bits == 8 else int4_linear.scratch_bytes(inner)
+    arguments["scratch"] = torch.full((torch.get_num_threads(), size), 255, dtype=torch.uint8)
     if bits == 8:
         arguments["sums"] = rows["sums"]
     else:
-        size = int4_linear.scratch_bytes(inner)
-        scratch = torch.full((torch.get_num_threads(), size), 255, dtype=torch.uint8)
-        arguments |= {"totals": rows["totals"], "groups": weight.groups}
-        arguments |= {"scratch": scratch, "scratch_bytes": size}
+        arguments |= {"totals": rows["totals"], "groups": weight.groups, "scratch_bytes": size}
     kernel.bind(x.dtype, **arguments)()
     return y
 
@@ -95,9 +107,9 @@ def product(kernel, x: torch.Tensor, weight: quantize.QuantizedWeight, bias=None
 def reference(x: torch.Tensor, weight: quantize.QuantizedWeight, bias=None) -> torch.Tensor:
     outer, inner = len(weight.scales), x.shape[1]
     if weight.groups is None:
-        q, scales, _ = quantize.quantize_rows(x, inner)
+        q, scales, _ = quantize.split_rows(x)
         u = weight.packed.permute(0, 2, 1, 3).reshape(outer, inner)
-        return int8_linear.int8_linear(q, scales[:, 0], u, weight.scales, bias)
+        return int8_linear.int8_linear(q, scales, u, weight.scales, bias)
     q, scales, _ = quantize.quantize_rows(x, quantize.GROUP)
     return int4_linear.int4_linear(q, scales, quantize.dequantize(weight, outer, inner), bias)
 
@@ -120,6 +132,20 @@ def test_quantize_rows(dtype, group):
     assert torch.equal(made["totals"], scales * sums)
     back = q.unflatten(1, (-1, group)) * scales[..., None]
     assert ((back.flatten(1) - x.float()).abs() <= 0.5001 * scales.amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_split_rows(dtype):
+    x = torch.randn(7, 96).to(dtype)
+    x[3] = 0
+    x[4, :32] *= 1000
+    made = split_rows(x)
+    q, scales, sums = quantize.split_rows(x)
+    assert torch.equal(made["q"], q)
+    assert torch.equal(made["scales"], scales)
+    assert torch.equal(made["sums"], sums)
+    back = (q[:, 0] + q[:, 1] * quantize.LOW) * scales[:, None]
+    assert ((back - x.float()).abs() <= 0.51 / 254 * scales[:, None]).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import runpy
 from pathlib import Path
@@ -80,3 +81,9 @@ def test_kills_come_at_random_moments_but_not_too_often_at_once(monkeypatch):
     assert "ss" in soon
     assert "sss" not in soon
     assert pauses == list(moments(random.Random(1), 1000))
+
+
+def test_perplexity():
+    assert figures["perplexity"]([0.0]) == 1.0
+    assert figures["perplexity"]([-math.log(50)] * 3) == pytest.approx(50)
+    assert figures["perplexity"]([-1.0, -3.0]) == pytest.approx(math.exp(2))

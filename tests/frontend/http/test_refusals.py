@@ -67,6 +67,7 @@ async def refused(server: Any, path: str, body: Any, method: str = "POST") -> tu
         ({"vllm_xargs": 1}, "vllm_xargs", "expected `object"),
         ({"priority": 1}, "priority", "not supported yet"),
         ({"guided_regex": "a+"}, "guided_regex", "not supported yet"),
+        ({"use_beam_search": True}, "use_beam_search", "LLM.beam_search in Python"),
         ({"cache_salt": 1}, "cache_salt", "expected `str`"),
     ],
 )
