@@ -128,7 +128,7 @@ def test_without_prefix_caching(prompts, reference):
     assert run.scheduler.statistics()["prefix_cache_hits"] == 0
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("chunk", [16, pytest.param(512, marks=pytest.mark.slow)])
 def test_chunked_prefill(prompts, reference, chunk):
     run = engine(max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28
