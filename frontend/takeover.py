@@ -56,7 +56,7 @@ class Takeover:
 
     send: to the tokenizer; never called while anything is down.
     down: the names of what has died and isn't back. last_death: the text of the last death.
-    on_trial: the one request that has a strike, is out, and may not have proven itself.
+    on_trial: the one suspect that is out and has not proven itself.
     """
 
     def __init__(self, send: Callable[[ClientToTokenizer], None]) -> None:

@@ -127,7 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         1 << 20
     )
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which a step that has not ended is reported")
+        float, Meta(gt=0, description="seconds after which an actor that takes nothing in is killed and named")
     ] = 60.0
     startup_timeout: Annotated[
         float, Meta(gt=0, description="seconds for all actors to become ready")

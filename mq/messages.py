@@ -123,7 +123,8 @@ class Generate(Message, tag="generate"):
 class Abort(Message, tag="abort"):
     """End a request.
 
-    Answered by the Finish("abort") of each choice still open, or by nothing if none is.
+    It means this incarnation and any older one. Answered by the Finish("abort") of each choice
+    still open, or by nothing if none is.
     """
 
     request_id: str
