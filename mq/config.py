@@ -127,7 +127,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         1 << 20
     )
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which an actor that takes nothing in is killed and named")
+        float,
+        Meta(
+            gt=0,
+            description="seconds after which an actor that takes nothing in is killed and named",
+        ),
     ] = 60.0
     startup_timeout: Annotated[
         float, Meta(gt=0, description="seconds for all actors to become ready")
