@@ -32,11 +32,13 @@ class Sequence:
     num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
         before. Output that was found, too, is not in it.
     entered_step: the step of the plan that gave it its row.
+    block_ids: one for each group of layers, then the next of each. 0 where it has none: a sliding
+        window doesn't reach so far back any more.
     capacity: tokens that its blocks have room for.
     hashes: of its full blocks, as far as they were asked for. num_registered of them have been
         given to the block pool, and when cache_at tokens are computed, the next one is due.
-    copy_source: while forking, the block (referenced) whose copy its last block is to become; 0 is
-        none.
+    copy_sources: while forking, the blocks (referenced) whose copies its last blocks, one for each
+        group, are to become; or none.
     """
 
     __slots__ = (
@@ -44,7 +46,7 @@ class Sequence:
         "cache_at",
         "capacity",
         "choice",
-        "copy_source",
+        "copy_sources",
         "entered_step",
         "hashes",
         "max_length",
@@ -88,7 +90,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.num_registered = 0
         self.cache_at = NEVER
-        self.copy_source = 0
+        self.copy_sources: list[int] = []
 
     @property
     def owes_prompt_logprobs(self) -> bool:

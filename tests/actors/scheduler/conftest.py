@@ -38,7 +38,9 @@ class Engine:
         self.spec = spec or make_spec()
         self.ahead = max_steps_in_flight
         self.core = SchedulerCore(self.config, self.spec, max_steps_in_flight=self.ahead)
-        self.worker_spec = make_spec()  # its fake tokens may be EOS ids of the scheduler's
+        self.worker_spec = make_spec(
+            hf_config=self.spec.hf_config
+        )  # its fake tokens may be EOS ids of the scheduler's
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs = []  # of the worker, not yet handed to the core
         self.plans = []
@@ -49,6 +51,7 @@ class Engine:
         self.now = 0.0
         self.lost = set()
         self.pings = []
+        self.resets = []
         self.ends = defaultdict(list)
         self.tokens = defaultdict(list)
         if ready:
@@ -75,7 +78,7 @@ class Engine:
                 messages.OutputSpec(client),
                 0.0,
                 cache_salt,
-                [
+                resume=[
                     messages.Resume(choice, codec.pack(output))
                     for choice, output in (resume or {}).items()
                 ],
@@ -189,6 +192,9 @@ class Engine:
             return
         if isinstance(message, messages.Ping):
             self.pings.append(message)
+            return
+        if isinstance(message, messages.ResetPrefixCache):
+            self.resets.append(message)
             return
         self.stream_steps.append(message)
         streams, index, tokens = (
