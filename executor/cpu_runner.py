@@ -70,10 +70,12 @@ class CpuModelRunner:
             max(config.max_num_batched_tokens, config.max_num_seqs),
             spec.max_model_len,
             config.block_size,
+            len(self._model.groups),
         )
         block_bytes = self._model.geometry.block_bytes
+        groups = tuple(group.spec for group in self._model.groups)
         num_blocks = kv_memory.num_blocks(
-            config, spec.max_model_len, block_bytes, kv_memory.available_bytes()
+            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes()
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
         self._sampler = Sampler(
@@ -99,7 +101,7 @@ class CpuModelRunner:
             "compile_seconds": round(compiled - loaded, 3),
             "warm_up_seconds": round(time.perf_counter() - compiled, 3),
         }
-        return WorkerReady(self._rank, num_blocks, config.block_size)
+        return WorkerReady(self._rank, num_blocks, config.block_size, groups)
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
@@ -143,6 +145,7 @@ class CpuModelRunner:
         waits for them.
         """
         row, zero = codec.pack([0]), codec.pack([0])
-        new = NewSequence(0, "warm-up", 0, zero, 1, 0, zero, SamplingParams(temperature=0.0))
+        blocks, greedy = zero * self._batch.num_groups, SamplingParams(temperature=0.0)
+        new = NewSequence(0, "warm-up", 0, zero, 1, 0, blocks, greedy)
         self.execute(StepPlan(-1, b"", [new], b"", b"", b"", b"", row, codec.pack([1])))
         self.execute(StepPlan(-1, row, [], b"", b"", b"", b"", b"", b""))

@@ -8,6 +8,9 @@ In place of keys and values each slot of the cache holds a fingerprint of the to
 tokens before it, which is just what real keys and values depend on. After a step's writes, every
 row of the step must find its own fingerprints in the slots of its block table, from its first token
 to the last one computed. So a block that was shared, given away, evicted or copied wrongly shows.
+
+The model's hf_config may have "windows": those of its groups of layers, 0 for none. Each group has
+its own block table and fingerprints then, which must be there as far as its window reaches.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from ..mq import codec, messages
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError
+from ..mq.kv_groups import spec_of
 
 DEFAULT_NUM_BLOCKS = 1024
 STEP_SECONDS = "RINGCAST_FAKE_STEP_SECONDS"
@@ -115,6 +119,7 @@ class FakeModelRunner:
         self._rank = rank
         self._num_blocks = config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
         self._kv = np.zeros((self._num_blocks, config.block_size), dtype=np.uint64)
+        self._windows: list[int] = spec.hf_config.get("windows", [0])
         self._rows: dict[int, _Row] = {}
         self._next_step = 0
 
@@ -128,7 +133,8 @@ class FakeModelRunner:
                 raise ConfigError(f"{STEP_SECONDS} must be a number, got {text!r}") from None
         self.echo = self.echo or bool(os.environ.get(ECHO))
         progress("loading no model", 1, 1)
-        return messages.WorkerReady(self._rank, self._num_blocks, self._config.block_size)
+        groups = tuple(spec_of(window) for window in self._windows)
+        return messages.WorkerReady(self._rank, self._num_blocks, self._config.block_size, groups)
 
     def details(self) -> dict[str, str | int | float]:
         return {
@@ -145,8 +151,9 @@ class FakeModelRunner:
         self._update_batch(plan)
         self._copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
         rows = codec.ints(plan.rows).tolist()
-        self._write(rows, codec.ints(plan.num_tokens).tolist())
-        self._verify(rows)
+        counts = codec.ints(plan.num_tokens).tolist()
+        self._write(rows, counts)
+        self._verify(rows, counts)
         sampled, tokens = self._sample(rows)
         logprobs = self._logprobs(sampled, tokens)
         time.sleep(max(0.0, start + self.step_seconds - time.perf_counter()))
@@ -191,25 +198,33 @@ class FakeModelRunner:
             row = self._rows[number]
             start, end = row.num_computed, row.num_computed + count
             assert 0 < count <= row.num_known - start, f"row {number} can't compute {count} tokens"
-            slots = self._slots(number, row)
-            assert end <= len(slots), f"row {number} has no block for token {end - 1}"
-            targets = slots[start:end]
-            assert written.isdisjoint(targets.tolist()), f"row {number} writes where another does"
-            written.update(targets.tolist())
-            self._kv.reshape(-1)[targets] = row.prints(start, end)
+            for group in range(len(self._windows)):
+                slots = self._slots(row, group)
+                assert end <= len(slots), f"row {number} has no block for token {end - 1}"
+                targets = slots[start:end]
+                assert targets.min() >= self._config.block_size, f"row {number}: no such block"
+                assert written.isdisjoint(targets.tolist()), (
+                    f"row {number} writes where another does"
+                )
+                written.update(targets.tolist())
+                self._kv.reshape(-1)[targets] = row.prints(start, end) + np.uint64(group)
             row.num_computed = end
 
-    def _verify(self, rows: list[int]) -> None:
-        for number in rows:
+    def _verify(self, rows: list[int], num_tokens: list[int]) -> None:
+        """Every row finds all that its tokens of this step see."""
+        for number, count in zip(rows, num_tokens, strict=True):
             row = self._rows[number]
-            found = self._kv.reshape(-1)[self._slots(number, row)[: row.num_computed]]
-            wrong = np.flatnonzero(found != row.prints(0, row.num_computed))
-            assert not wrong.size, f"row {number}: the KV of token {wrong[0]} is not its own"
+            for group, window in enumerate(self._windows):
+                first = max(0, row.num_computed - count - window + 1) if window else 0
+                slots = self._slots(row, group)[first : row.num_computed]
+                prints = row.prints(first, row.num_computed) + np.uint64(group)
+                wrong = np.flatnonzero(self._kv.reshape(-1)[slots] != prints) + first
+                assert not wrong.size, f"row {number}: the KV of token {wrong[0]} is not its own"
 
-    def _slots(self, number: int, row: _Row) -> NDArray[np.int64]:
-        blocks = np.array(row.block_ids, dtype=np.int64)
-        assert blocks.size, f"row {number} has no blocks"
-        assert 0 < blocks.min() <= blocks.max() < self._num_blocks, f"row {number}: no such block"
+    def _slots(self, row: _Row, group: int) -> NDArray[np.int64]:
+        blocks = np.array(row.block_ids, dtype=np.int64)[group :: len(self._windows)]
+        assert blocks.size, "a row has no blocks"
+        assert 0 <= blocks.min() <= blocks.max() < self._num_blocks, "a row has no such block"
         size = self._config.block_size
         return (blocks[:, None] * size + np.arange(size)).reshape(-1)
 

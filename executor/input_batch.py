@@ -1,11 +1,12 @@
 """The batch that a worker keeps between steps, and what one step's kernels read of it.
 
 A row is a sequence: its known tokens, how many of them have their keys and values in the cache, and
-its block table. A plan changes only what it names. `prepare` lays the step's tokens out one
-sequence after the other (a "super-sequence") in arrays whose addresses never change, since the
-kernels are bound to them:
+its block tables, one for each group of layers (mq/kv_groups.py). A plan changes only what it names.
+`prepare` lays the step's tokens out one sequence after the other (a "super-sequence") in arrays
+whose addresses never change, since the kernels are bound to them:
 
-    token_ids, positions, slots   one per token; slot = block * block size + offset
+    token_ids, positions          one per token
+    slots                         one per group and token: block * block size + offset
     starts                        where each sequence's tokens begin, and the end of the last
     context, rows                 one per sequence: its tokens in the cache after the step, its row
     last                          the last token of each sampled sequence, which makes logits
@@ -36,18 +37,24 @@ class Step(NamedTuple):
 
 class InputBatch:
     def __init__(
-        self, max_num_seqs: int, max_tokens: int, max_model_len: int, block_size: int
+        self,
+        max_num_seqs: int,
+        max_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
     ) -> None:
         length = max_model_len + 1  # the token sampled last is stored, though nothing follows it
         self.block_size = block_size
+        self.num_groups = num_groups
         self.known_tokens = np.zeros((max_num_seqs, length), np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
-        self.tables = np.zeros((max_num_seqs, -(-length // block_size)), np.int32)
+        self.tables = np.zeros((num_groups, max_num_seqs, -(-length // block_size)), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.token_ids = np.zeros(max_tokens, np.int32)
         self.positions = np.zeros(max_tokens, np.int32)
-        self.slots = np.zeros(max_tokens, np.int32)
+        self.slots = np.zeros((num_groups, max_tokens), np.int32)
         self.starts = np.zeros(max_num_seqs + 1, np.int32)
         self.context = np.zeros(max_num_seqs, np.int32)
         self.rows = np.zeros(max_num_seqs, np.int32)
@@ -68,15 +75,17 @@ class InputBatch:
         self.known_tokens[new.row, : len(tokens)] = tokens
         self.num_known[new.row] = len(tokens)
         self.num_computed[new.row] = new.num_computed_tokens
-        self.tables[new.row] = 0
-        self.tables[new.row, : len(blocks)] = blocks
+        self.tables[:, new.row] = 0
+        by_group = blocks.reshape(-1, self.num_groups).T
+        self.tables[:, new.row, : by_group.shape[1]] = by_group
         self.num_blocks[new.row] = len(blocks)
 
     def _append_blocks(self, rows: Ints, blocks: Ints) -> None:
         order = np.argsort(rows, kind="stable")  # a row may get several, in order
         rows, blocks = rows[order], blocks[order]
         nth = np.arange(len(rows)) - np.searchsorted(rows, rows)
-        self.tables[rows, self.num_blocks[rows] + nth] = blocks
+        place, group = np.divmod(self.num_blocks[rows] + nth, self.num_groups)
+        self.tables[group, rows, place] = blocks
         np.add.at(self.num_blocks, rows, 1)
 
     def prepare(self, rows: Ints, lengths: Ints) -> Step:
@@ -93,7 +102,7 @@ class InputBatch:
         self.positions[:tokens] = positions
         self.token_ids[:tokens] = self.known_tokens[of_token, positions]
         block, offset = np.divmod(positions, self.block_size)
-        self.slots[:tokens] = self.tables[of_token, block] * self.block_size + offset
+        self.slots[:, :tokens] = self.tables[:, of_token, block] * self.block_size + offset
         self.context[:sequences] = context
         self.rows[:sequences] = rows
         self.num_computed[rows] = context

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..mq.config import EngineConfig
 from ..mq.errors import ConfigError
+from ..mq.kv_groups import blocks_for, longest_chunk, longest_sequence
+from ..mq.messages import KVSpec
 
 NULL_BLOCKS = 1  # block 0 belongs to nobody: it is where padding reads and writes
 
@@ -65,9 +68,16 @@ def _reclaimable(stat: Path, name: str) -> int:
     return 0
 
 
-def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, available: int) -> int:
+def num_blocks(
+    config: EngineConfig,
+    groups: Sequence[KVSpec],
+    max_model_len: int,
+    block_bytes: int,
+    available: int,
+) -> int:
     """Blocks of the cache, block 0 included. Raises ConfigError if not even one sequence fits."""
-    per_sequence = -(-max_model_len // config.block_size)
+    chunk, size = longest_chunk(config), config.block_size
+    per_sequence = blocks_for(groups, max_model_len, chunk, size)
     most = config.max_num_seqs * per_sequence + NULL_BLOCKS
     if config.num_gpu_blocks_override is not None:
         blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
@@ -83,7 +93,7 @@ def num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, avail
                 f"bytes, and there are {space} ({source}, of {available} bytes available): "
                 f"free memory, or raise {source}"
             )
-    tokens = (blocks - NULL_BLOCKS) * config.block_size
+    tokens = longest_sequence(groups, blocks - NULL_BLOCKS, chunk, size)
     if tokens < max_model_len:
         need = (per_sequence + NULL_BLOCKS) * block_bytes
         raise ConfigError(

@@ -134,8 +134,10 @@ class Embedding:
     def num_bytes(self) -> int:
         return self._table.nbytes if self._table is not None else 0
 
-    def bind(self, rows: np.ndarray, token_ids: np.ndarray, out: torch.Tensor) -> Launch:
-        """token_ids int32 [rows] -> out float32 [capacity, size]."""
+    def bind(
+        self, rows: np.ndarray, token_ids: np.ndarray, out: torch.Tensor, scale: float
+    ) -> Launch:
+        """token_ids int32 [rows] -> out float32 [capacity, size], `scale` times their rows."""
         kernel, weight = embedding.row_embedding, self._table
         if self._tied is not None:
             weight = self._tied.weight
@@ -149,4 +151,5 @@ class Embedding:
             out=out,
             vocabulary=vocabulary,
             size=size,
+            scale=scale,
         )

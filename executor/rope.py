@@ -78,6 +78,24 @@ def frequencies(
     return FREQUENCIES[rope.kind](rope, head_size, max_model_len)
 
 
+class Rotation:
+    """cos and sin of a step's positions, for layers that share their frequencies."""
+
+    def __init__(self, rope: RopeParameters, head_size: int, max_model_len: int, capacity: int):
+        self._frequency, self._scale = frequencies(rope, head_size, max_model_len)
+        self.cos, self.sin = torch.empty(2, capacity, head_size // 2)
+
+    def turn(self, positions: torch.Tensor) -> None:
+        """positions float32 [T]: of the first T rows of cos and sin."""
+        angles_TD = positions[:, None] * self._frequency
+        cos, sin = self.cos[: len(positions)], self.sin[: len(positions)]
+        torch.cos(angles_TD, out=cos)
+        torch.sin(angles_TD, out=sin)
+        if self._scale != 1.0:
+            cos *= self._scale
+            sin *= self._scale
+
+
 def _plain(theta: float, head_size: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float) / head_size)
 

@@ -131,6 +131,15 @@ class AsyncLLM:
             if (handle := self._named.get(name)) is not None:
                 handle.abort()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all KV blocks computed so far: no request sent after this finds any of them.
+
+        Requests that run go on. Always True, as no block's use stands in the way.
+        Raises EngineDeadError.
+        """
+        await self.start()
+        return await self.client.reset_prefix_cache()
+
     async def status(self) -> Status:
         """The engine's processes, channels and statistics, as they are now."""
         assert self._connection is not None, "the engine has not been started"

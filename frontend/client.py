@@ -56,8 +56,10 @@ from ..mq.messages import (
     Ping,
     Prompt,
     Rejected,
+    ResetPrefixCache,
 )
 from ..mq.sampling_params import SamplingParams
+from .cache_reset import CacheResets
 from .handle import RequestHandle, error_of
 from .mailbox import Mailbox
 from .pulse import Pulse
@@ -93,11 +95,13 @@ class EngineClient:
         self._ledger: dict[str, RequestHandle] = {}
         self._takeover = Takeover(self._send)
         self._pulse = Pulse(lambda number: self._send(Ping(index, number)))
+        self._resets = CacheResets(lambda name: self._send(ResetPrefixCache(index, name)))
         self._prefix = uuid.uuid4().hex[:8]
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
         self._num_submitted = 0
         self._num_dropped = 0
+        self._num_resets = 0
 
     @property
     def num_open(self) -> int:
@@ -153,7 +157,7 @@ class EngineClient:
             self._close(handle)
 
     def deliver(self, source: str, message: Message) -> None:
-        """Take in a message of the engine's: Chunks, Accepted, Rejected or Ping."""
+        """Take in a message of the engine's: Chunks, Accepted, Rejected, or an answer."""
         if isinstance(message, Chunks):
             self._pulse.beat()
             takeover = self._takeover
@@ -171,6 +175,9 @@ class EngineClient:
                     takeover.settle(handle)
         elif isinstance(message, Ping):
             self._pulse.beat()
+        elif isinstance(message, ResetPrefixCache):
+            self._pulse.beat()
+            self._num_dropped += not self._resets.answered(message.request_id)
         else:
             assert isinstance(message, Accepted | Rejected), f"{source} sent {message!r}"
             handle = self._ledger.get(message.request_id)
@@ -194,14 +201,18 @@ class EngineClient:
 
     def regained(self, names: Sequence[str]) -> None:
         """New incarnations of these actors are ready."""
+        was_down = bool(self._takeover.down)
         if self.dead is None:
             self._takeover.regained(names, self._ledger.values())
+            if was_down and not self._takeover.down:
+                self._resets.send_again()
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every open request raises `error`, and every further `submit`."""
         self.dead = error
         self._takeover.stop()
         self._pulse.stop()
+        self._resets.fail(error)
         for handle in list(self._ledger.values()):
             handle.fail(copy.copy(error))
             self._close(handle)
@@ -225,6 +236,19 @@ class EngineClient:
         if known is None and not alive:
             return OverloadedError(f"the engine has not answered for {seconds:g} s")
         return known
+
+    async def reset_prefix_cache(self) -> bool:
+        """Let nothing that the engine has computed before be found by requests that come after.
+
+        Requests that run go on. True: unlike vLLM's, it needs no idle engine. One that is being
+        restarted is waited for. Raises EngineDeadError.
+        """
+        if self.dead is not None:
+            raise copy.copy(self.dead)
+        self._num_resets += 1
+        name = f"{self._prefix}-reset-{self._num_resets}"
+        await self._resets.ask(name, is_up=not self._takeover.down)
+        return True
 
     def statistics(self) -> dict[str, float]:
         """dropped: what was seen before, or is of requests or incarnations that aren't open.

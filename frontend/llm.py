@@ -123,10 +123,17 @@ class LLM:
         """As `stream`, for a conversation."""
         yield from self._thread.iterate(self._engine.chat(messages, sampling_params))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV blocks computed so far: no request sent after this finds any of them.
+
+        Requests that run go on. Always True, as no block's use stands in the way.
+        """
+        self._check_alive()
+        return self._thread.run(self._engine.reset_prefix_cache())
+
     def status(self) -> Status:
         """The engine's processes, channels and statistics, as they are now."""
-        if not self._end.alive:
-            raise EngineDeadError("this LLM has been shut down")
+        self._check_alive()
         return self._thread.run(self._engine.status())
 
     def shutdown(self) -> None:
@@ -144,6 +151,10 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _check_alive(self) -> None:
+        if not self._end.alive:
+            raise EngineDeadError("this LLM has been shut down")
+
     def _run(
         self,
         jobs: list[ReadPrompt],
@@ -151,8 +162,7 @@ class LLM:
         show_progress: bool,
     ) -> list[RequestOutput]:
         each = _one_for_each(params or self.get_default_sampling_params(), len(jobs))
-        if not self._end.alive:
-            raise EngineDeadError("this LLM has been shut down")
+        self._check_alive()
         with GenerateProgress(len(jobs), show_progress) as progress:
             return self._thread.run(run_batch(self._engine.client, jobs, each, progress))
 

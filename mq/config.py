@@ -89,6 +89,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: Annotated[
         bool, Meta(description="reuse the KV blocks of prompts that begin alike")
     ] = True
+    prefix_caching_hash_algo: Annotated[
+        Literal["blake2b", "sha256", "xxh3_128"],
+        Meta(description="names KV blocks; xxh3_128 needs the package xxhash, can be forged"),
+    ] = "blake2b"
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=2)] | None, Meta(description="KV-cache blocks, instead of measuring")
     ] = None

@@ -2,15 +2,16 @@
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
-    client -> tokenizer       Generate, Abort, Ping
+    client -> tokenizer       Generate, Abort, Ping, ResetPrefixCache
     tokenizer -> client       Accepted, or Rejected (the request goes no further)
-    tokenizer -> scheduler    AddRequest, AbortRequest, AbortClient, Ping (in order: no abort
-                              overtakes its request)
+    tokenizer -> scheduler    AddRequest, AbortRequest, AbortClient, Ping, ResetPrefixCache (in
+                              order: no abort overtakes its request)
     scheduler -> workers      StepPlan (broadcast; only what changed)
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
-    scheduler -> detokenizer  OpenStream, StreamStep, Ping
+    scheduler -> detokenizer  OpenStream, StreamStep, Ping, ResetPrefixCache
     detokenizer -> scheduler  StopStream (a stop string was found)
-    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping
+    detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping,
+                              ResetPrefixCache
 
 A *client* is whatever holds the ledger of requests: an API server, or the process that made an
 `LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
@@ -142,7 +143,18 @@ class Ping(Message, tag="ping"):
     number: int
 
 
-ClientToTokenizer = Generate | Abort | Ping
+class ResetPrefixCache(Message, tag="reset_prefix_cache"):
+    """Nothing computed before this is to be found in the prefix cache by whoever comes after it.
+
+    It goes the way of a request, in order, and comes back to its client when it is done. request_id
+    tells it from all others, those of older incarnations of its client included.
+    """
+
+    client: int
+    request_id: str
+
+
+ClientToTokenizer = Generate | Abort | Ping | ResetPrefixCache
 
 
 # --- tokenizer -> client, tokenizer -> scheduler ------------------------------------------------
@@ -199,10 +211,23 @@ class AbortClient(Message, tag="abort_client"):
     client: int
 
 
-TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping
+TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache
 
 
 # --- scheduler <-> workers ----------------------------------------------------------------------
+
+
+class FullAttentionSpec(Message, tag="full"):
+    """Layers whose tokens see all tokens before them."""
+
+
+class SlidingWindowSpec(Message, tag="sliding"):
+    """Layers whose tokens see themselves and the window - 1 tokens before them."""
+
+    window: int
+
+
+KVSpec = FullAttentionSpec | SlidingWindowSpec
 
 
 class NewSequence(Message):
@@ -211,7 +236,8 @@ class NewSequence(Message):
     token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens`
     have their KV in `block_ids` already; the rest is computed by this and later steps as
     StepPlan.num_tokens says. `params.seed` and `choice` are the key of the sequence's random draws.
-    bad_words are the request's.
+    bad_words are the request's. block_ids: one for each group of layers (see WorkerReady), G in
+    all, then the next G; 0 where the group's layers don't look any more.
     """
 
     row: int
@@ -220,7 +246,7 @@ class NewSequence(Message):
     token_ids: bytes  # i32[num_known]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: bytes  # i32[num_blocks]
+    block_ids: bytes  # i32[num_blocks, G]
     params: SamplingParams
     bad_words: list[bytes] = []  # i32[length of the word] each
 
@@ -231,7 +257,8 @@ class StepPlan(Message, tag="plan"):
     removed: rows that leave the batch (finished, aborted, preempted); a row may be given out again
         in `new`.
     new: sequences that enter.
-    block_rows, block_ids: block_ids[i] is appended to the block table of row block_rows[i].
+    block_rows, block_ids: block_ids[i] is the next block of row block_rows[i], in the order of
+        NewSequence.block_ids: a row gets one for each group of layers, or several times that.
     copy_from, copy_to: whole KV blocks copied before the forward pass (copy-on-write of forks).
     rows, num_tokens: the sequences of this step and how many of their next tokens each computes. A
         row whose computed tokens reach its known tokens by this is sampled: its new token is
@@ -257,11 +284,15 @@ SchedulerToWorker = StepPlan
 
 
 class WorkerReady(Message, tag="ready"):
-    """The worker has loaded its model and has room for this many KV blocks, block 0 included."""
+    """The worker has loaded its model and has room for this many KV blocks, block 0 included.
+
+    groups: of layers that share these blocks, each with a block table of its own (kv_groups.py).
+    """
 
     rank: int
     num_blocks: int
     block_size: int
+    groups: tuple[KVSpec, ...] = (FullAttentionSpec(),)
 
 
 class TokenLogprobs(Message):
@@ -362,7 +393,7 @@ class StreamStep(Message, tag="step"):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-SchedulerToDetokenizer = OpenStream | StreamStep | Ping
+SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
 
 
 class StopStream(Message, tag="stop"):
@@ -420,4 +451,4 @@ class Chunks(Message, tag="chunks"):
     chunks: list[Chunk]
 
 
-DetokenizerToClient = Chunks | Ping
+DetokenizerToClient = Chunks | Ping | ResetPrefixCache

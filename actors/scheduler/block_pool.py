@@ -11,7 +11,8 @@ A block is in one of three states:
                                                            -> referenced
 
 `register` gives a referenced block its hash, once, when it is full and computed; from then on it is
-never written. Of several blocks with the same content only the first is registered.
+never written. Of several blocks with the same content only the first is registered. `forget` drops
+all hashes at once.
 
 The free list is doubly linked, in two arrays indexed by block, so that a block leaves its middle in
 O(1). `take` takes from the front: free blocks first, then cached ones, the longest unused first.
@@ -27,7 +28,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1. Every operation is O(1)."""
+    """Blocks 1 .. num_blocks - 1. Every operation is O(1), but where it says otherwise."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1, "block 0 always exists"
@@ -78,6 +79,11 @@ class BlockPool:
         if content not in self._blocks:
             self._blocks[content] = block
             self._hashes[block] = content
+
+    def forget(self) -> None:
+        """Drop all hashes: cached-and-free blocks become free. O(num_blocks)."""
+        self._blocks.clear()
+        self._hashes = [None] * self.num_blocks
 
     def lookup(self, content: bytes) -> int:
         """The block with this content, or NULL_BLOCK."""

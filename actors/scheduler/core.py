@@ -10,6 +10,7 @@
     AbortClient    ends what is open of a client's requests. So does a lost client.
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
     Ping           waits for the next plan, and goes on when that step's output is back.
+    ResetPrefixCache  makes the KV cache forget, and goes on at once. It always can: see KVCache.
 
 Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
 a newer incarnation are aborted. What arrives for something that is no more (an abort, a stop, a
@@ -32,6 +33,7 @@ from typing import Any
 
 from ...mq import codec, messages
 from ...mq.config import EngineConfig, ModelSpec
+from ...mq.kv_groups import longest_chunk
 from ..core import PeerLost, Send
 from .kv_cache import KVCache
 from .outbox import Outbox
@@ -54,7 +56,12 @@ class SchedulerCore:
         detokenizer: str = "detokenizer.0",
     ) -> None:
         self.name = name
-        self.kv = KVCache(config.block_size, config.enable_prefix_caching)
+        self.kv = KVCache(
+            config.block_size,
+            config.enable_prefix_caching,
+            config.prefix_caching_hash_algo,
+            longest_chunk(config),
+        )
         self.planner = Planner(config, self.kv)
         self._spec = spec
         self._num_workers = num_workers
@@ -83,6 +90,7 @@ class SchedulerCore:
             messages.AbortRequest: self._abort,
             messages.AbortClient: self._client_gone,
             messages.Ping: self._pings.append,
+            messages.ResetPrefixCache: self._reset_prefix_cache,
             messages.StopStream: self._stop,
             messages.WorkerReady: self._worker_ready,
         }
@@ -163,7 +171,7 @@ class SchedulerCore:
         for sequence in sequences:
             running = sequence.stream in planner.running
             assert (sequence.row >= 0) == running
-            assert not (running and sequence.copy_source), "its copy is made, and the source held"
+            assert not (running and sequence.copy_sources), "its copy is made, and the source held"
         for sequence in planner.running.values():
             ahead = sequence.num_computed - len(sequence.tokens) + 1
             assert ahead <= len(self._in_flight), "more of its tokens are awaited than steps"
@@ -324,6 +332,10 @@ class SchedulerCore:
         if not request.open:
             del self._requests[request.request_id]
 
+    def _reset_prefix_cache(self, message: messages.ResetPrefixCache) -> None:
+        self.kv.reset(self._streams.values())
+        self._outbox.resets.append(message)
+
     def _worker_ready(self, message: messages.WorkerReady) -> None:
         assert message.rank not in self._workers, f"worker {message.rank} got ready twice"
         assert message.block_size == self.kv.block_size, (
@@ -331,7 +343,9 @@ class SchedulerCore:
         )
         self._workers[message.rank] = message
         if self.ready:
-            self.kv.open(min(worker.num_blocks for worker in self._workers.values()))
+            workers = self._workers.values()
+            self.kv.open(min(worker.num_blocks for worker in workers), message.groups)
+            assert all(worker.groups == message.groups for worker in workers)
             for request in list(self._requests.values()):
                 self._admit(request)
 

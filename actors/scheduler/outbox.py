@@ -1,4 +1,4 @@
-"""What the detokenizer hears at the next flush: openings, tokens and ends of streams, and pings."""
+"""What the detokenizer hears at the next flush: openings, tokens, ends, and what passes through."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Outbox:
                 )
             )
         out += self.pings
+        out += self.resets
         if out:
             self._clear()
         return out
@@ -65,6 +66,7 @@ class Outbox:
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
         self.pings: list[messages.Ping] = []
+        self.resets: list[messages.ResetPrefixCache] = []
         self._logprobs: list[messages.TokenLogprobs] = []
         self._prompt_logprobs: list[messages.PromptLogprobs] = []
 

@@ -151,8 +151,8 @@ class Planner:
                 late.append(fork)
                 continue
             self._enter(step, fork)
-            if fork.copy_source:
-                step.copies.append((fork.copy_source, fork.block_ids[-1]))
+            if sources := fork.copy_sources:
+                step.copies += zip(sources, fork.block_ids[-len(sources) :], strict=True)
                 self._kv.copied(fork)
             step.compute(fork, 1)
             budget -= 1

@@ -11,7 +11,8 @@ from .sequence import Sequence
 class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one; none
     of a request that is resumed, whose choices have nothing more in common than their prompt.
-    counted: the prompt is in the statistics.
+    counted: the prompt is in the statistics. hashes: of the prompt's full blocks, once they were
+    asked for.
     """
 
     __slots__ = (
@@ -19,6 +20,7 @@ class Request:
         "bad_words",
         "client",
         "counted",
+        "hashes",
         "held",
         "incarnation",
         "open",
@@ -41,6 +43,7 @@ class Request:
         self.incarnation = message.incarnation
         self.client = message.output.client
         self.counted = False
+        self.hashes: list[bytes] = []
         self.params = params
         self.bad_words = message.bad_words
         self.salt = message.cache_salt.encode()

@@ -37,12 +37,14 @@ class Sequence:
         before. Output that was found, too, is not in it.
     preempted_in: the number of the step in whose planning it was preempted last. It enters again
         when all steps before that one are back, as some of its tokens may be in them.
+    block_ids: one for each group of layers, then the next of each. 0 where it has none: a sliding
+        window doesn't reach so far back any more.
     capacity: tokens that its blocks have room for.
     hashes: of its full blocks, as far as they were asked for. num_registered of them have been
         given to the block pool, and when the output of cache_at computed tokens is back, the next
         one is due.
-    copy_source: while forking, the block (referenced) whose copy its last block is to become; 0 is
-        none.
+    copy_sources: while forking, the blocks (referenced) whose copies its last blocks, one for each
+        group, are to become; or none.
     """
 
     __slots__ = (
@@ -50,7 +52,7 @@ class Sequence:
         "cache_at",
         "capacity",
         "choice",
-        "copy_source",
+        "copy_sources",
         "ended",
         "hashes",
         "max_length",
@@ -96,7 +98,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.num_registered = 0
         self.cache_at = NEVER
-        self.copy_source = 0
+        self.copy_sources: list[int] = []
 
     @property
     def owes_prompt_logprobs(self) -> bool:

@@ -27,6 +27,7 @@ from ...mq.messages import (
     OpenStream,
     Ping,
     PromptLogprobs,
+    ResetPrefixCache,
     StopStream,
     StreamEnd,
     StreamStep,
@@ -64,7 +65,7 @@ class DetokenizerCore:
                 self._end(end)
         elif isinstance(message, OpenStream):
             self._open(message)
-        elif isinstance(message, Ping):
+        elif isinstance(message, Ping | ResetPrefixCache):
             return (Send(f"client.{message.client}", message),)
         else:
             assert isinstance(message, PeerLost), f"{source} sent {message!r}"

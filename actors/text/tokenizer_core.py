@@ -3,7 +3,8 @@
 Each Generate goes on as an AddRequest to the scheduler, which the client is told by an Accepted, or
 is answered by a Rejected. A takeover is encoded anew, or brings the token ids of before; its output
 so far goes on as it is. What must not overtake a request takes the same way: an Abort becomes an
-AbortRequest, the loss of a client an AbortClient, and a Ping stays what it is.
+AbortRequest, the loss of a client an AbortClient, and a Ping or a
+ResetPrefixCache stays what it is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...mq.messages import (
     Generate,
     Ping,
     Rejected,
+    ResetPrefixCache,
     TextPrompt,
     TokensPrompt,
 )
@@ -83,7 +85,7 @@ class TokenizerCore:
         if isinstance(message, PeerLost):
             kind, _, number = source.partition(".")
             return (Send(self._scheduler, AbortClient(int(number))),) if kind == "client" else ()
-        assert isinstance(message, Ping), f"{source} sent {message!r}"
+        assert isinstance(message, Ping | ResetPrefixCache), f"{source} sent {message!r}"
         return (Send(self._scheduler, message),)
 
     def flush(self, now: float) -> Sequence[Send]:

@@ -19,7 +19,9 @@ from ..input_batch import InputBatch, Step
 
 
 class Geometry(NamedTuple):
-    """What attention of a model looks like."""
+    """What attention of a model looks like. layers: of one group, whose layers share blocks
+    (mq/kv_groups.py). scale: what products of queries and keys are multiplied by.
+    """
 
     dtype: torch.dtype
     layers: int
@@ -27,10 +29,11 @@ class Geometry(NamedTuple):
     group: int  # query heads per key head
     head_size: int
     block_size: int
+    scale: float
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all layers, keys and values."""
+        """Of one block in all layers of a group, keys and values."""
         return (
             2 * self.layers * self.kv_heads * self.head_size * self.block_size * self.dtype.itemsize
         )
@@ -88,6 +91,7 @@ class AttentionBackend:
 
     def bind(
         self,
+        group: int,
         layer: int,
         rows: np.ndarray,
         qkv: torch.Tensor,
@@ -100,7 +104,7 @@ class AttentionBackend:
         out: torch.Tensor,
     ) -> list[Launch]:
         """qkv float32 [tokens, stride] -> out [tokens, kv heads x group x head size], and the
-        layer's cache.
+        cache of this layer of the given group of layers.
         """
         geometry, batch = self._geometry, self._batch
         keys, values = self._cache[layer]
@@ -124,7 +128,7 @@ class AttentionBackend:
             stride=stride,
             cos=cos,
             sin=sin,
-            slots=batch.slots,
+            slots=batch.slots[group],
             q_weight=q_weight,
             k_weight=k_weight,
             pair=self.pair,
@@ -141,8 +145,8 @@ class AttentionBackend:
             starts=batch.starts,
             context=batch.context,
             rows=batch.rows,
-            tables=batch.tables,
-            table_width=batch.tables.shape[1],
+            tables=batch.tables[group],
+            table_width=batch.tables.shape[2],
             sequences=len(batch.context),
             out=out,
             out_bytes=out.stride(0) * out.itemsize,
@@ -150,6 +154,6 @@ class AttentionBackend:
             scratch=self._scratch,
             scratch_bytes=self._scratch_bytes,
             width=self._width,
-            scale=geometry.head_size**-0.5,
+            scale=geometry.scale,
         )
         return [write, attend]

@@ -1,7 +1,8 @@
 """The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward, and a
 residual stream in float32.
 
-One implementation; what sets a member apart is declared in its `Family` at the end. Legend: T
+One implementation; what sets a member apart is declared in its `Family` at the end, or, where it
+has more of its own, in a file of its own (gemma3.py). Legend: T
 tokens, H hidden size, Q = query heads x head size, N = outputs of a product (padded), D head size.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from ...kernels.cpu.norm import add_rms_norm_kernel
 from ...kernels.cpu.openmp import Kernel
 from ...kernels.cpu.rope import rope_and_cache
 from ...mq.errors import ModelLoadError
+from ...mq.kv_groups import deal
 from .. import rope
 from ..attention import AttentionBackend, Geometry, choose_backend
 from ..input_batch import InputBatch, Step
@@ -28,6 +30,8 @@ from ..quantized import make_layout
 from ..weights import WeightSource
 
 SLIDING = "sliding_attention"
+# Before the feed-forward layer, after attention, and after the feed-forward layer.
+SANDWICH = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,25 @@ class Family:
         progress: Callable[[int, int], None],
     ) -> LlamaModel:
         """Check the config and take the weights. `progress(done, total)` counts layers."""
-        checked = LlamaConfig(self, hf_config)
         layout = make_layout(dtype, quantization, deterministic)
-        return LlamaModel(checked, layout, block_size, source, progress)
+        return LlamaModel(self.check(hf_config), layout, block_size, source, progress)
+
+    def check(self, hf_config: dict[str, Any]) -> LlamaConfig:
+        return LlamaConfig(self, hf_config)
 
 
 class LlamaConfig:
-    """config.json, checked. Raises ModelLoadError naming what is missing or not supported."""
+    """config.json, checked. Raises ModelLoadError naming what is missing or not supported.
+
+    norm_offset: added to the weights of norms. sandwich: what a block adds to the residual stream
+    has a norm of its own. ropes: the kinds of rotation, and rope_of: each layer's. windows: each
+    layer's sliding window, 0 for none.
+    """
+
+    activation: Kernel = silu_mul_kernel
+    norm_offset = 0.0
+    sandwich = False
+    embedding_scale = 1.0
 
     def __init__(self, family: Family, hf: dict[str, Any]) -> None:
         def whole(name: str, default: int | None = None) -> int:
@@ -79,10 +95,7 @@ class LlamaConfig:
         def either(declared: bool | None, name: str) -> bool:
             return bool(hf.get(name, False)) if declared is None else declared
 
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ModelLoadError(
-                f"config.json: hidden_act {hf['hidden_act']!r} is not supported; 'silu' is"
-            )
+        self._check_activation(hf)
         if hf.get("quantization_config"):
             raise ModelLoadError(
                 "config.json: quantized weights (quantization_config) are not supported"
@@ -106,22 +119,36 @@ class LlamaConfig:
         self.output_bias = either(family.output_bias, "attention_bias")
         self.mlp_bias = either(family.mlp_bias, "mlp_bias")
         self.qk_norm = family.qk_norm
-        self.rope = rope.read_parameters(hf)
-        self.windows = _windows(family, hf, self.num_layers)
+        self.attention_scale = self.head_size**-0.5
+        self.windows = self._windows(family, hf)
+        self.ropes = self._ropes(hf)
+        self.rope_of = [0] * self.num_layers
+
+    def _check_activation(self, hf: dict[str, Any]) -> None:
+        require(hf, "hidden_act", "silu")
+
+    def _ropes(self, hf: dict[str, Any]) -> list[rope.RopeParameters]:
+        return [rope.read_parameters(hf)]
+
+    def _windows(self, family: Family, hf: dict[str, Any]) -> list[int]:
+        layers = self.num_layers
+        window = hf.get("sliding_window", family.sliding_window) or 0
+        if family.always_sliding:
+            return [window] * layers
+        if not hf.get("use_sliding_window", False):
+            return [0] * layers
+        first = hf.get("max_window_layers", 28)
+        types = hf.get("layer_types") or [
+            SLIDING if i >= first else "full_attention" for i in range(layers)
+        ]
+        return [window if kind == SLIDING else 0 for kind in types]
 
 
-def _windows(family: Family, hf: dict[str, Any], layers: int) -> list[int]:
-    """The sliding window of each layer, 0 for none."""
-    window = hf.get("sliding_window", family.sliding_window) or 0
-    if family.always_sliding:
-        return [window] * layers
-    if not hf.get("use_sliding_window", False):
-        return [0] * layers
-    first = hf.get("max_window_layers", 28)
-    types = hf.get("layer_types") or [
-        SLIDING if i >= first else "full_attention" for i in range(layers)
-    ]
-    return [window if kind == SLIDING else 0 for kind in types]
+def require(hf: dict[str, Any], name: str, supported: Any) -> None:
+    """Raise ModelLoadError where config.json says otherwise."""
+    value = hf.get(name)
+    if value is not None and value != supported:
+        raise ModelLoadError(f"config.json: {name} {value!r} is not supported; {supported!r} is")
 
 
 class _Layer:
@@ -138,7 +165,7 @@ class _Layer:
             return layout.linear(parts, biases)
 
         def norm(name: str, size: int) -> torch.Tensor:
-            return source.take(f"{prefix}{name}.weight", (size,)).float().clone()
+            return source.take(f"{prefix}{name}.weight", (size,)).float() + c.norm_offset
 
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         attention, mlp = "self_attn.", "mlp."
@@ -159,13 +186,24 @@ class _Layer:
                 norm(attention + "k_norm", c.head_size),
             )
         self.output = linear({attention + "o_proj": c.hidden_size}, q_size, c.output_bias)
-        self.post_norm = norm("post_attention_layernorm", c.hidden_size)
+        names = SANDWICH if c.sandwich else ("post_attention_layernorm", None, None)
+        self.mlp_norm = norm(names[0], c.hidden_size)
+        self.attention_update_norm, self.mlp_update_norm = (
+            norm(name, c.hidden_size) if name else None for name in names[1:]
+        )
         self.gate_up = linear(
             {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size},
             c.hidden_size,
             c.mlp_bias,
         )
         self.down = linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
+
+
+class Update(NamedTuple):
+    """What the norm that follows adds to the residual stream, and the norm that this has before."""
+
+    value_TH: torch.Tensor | None
+    norm_H: torch.Tensor | None
 
 
 class LlamaModel:
@@ -183,8 +221,15 @@ class LlamaModel:
     ) -> None:
         c = self._config = config
         self._layout = layout
+        self.groups = deal(c.windows)
         self.geometry = Geometry(
-            layout.dtype, c.num_layers, c.kv_heads, c.heads // c.kv_heads, c.head_size, block_size
+            layout.dtype,
+            max(len(group.layers) for group in self.groups),
+            c.kv_heads,
+            c.heads // c.kv_heads,
+            c.head_size,
+            block_size,
+            c.attention_scale,
         )
         self._backend = choose_backend(self.geometry)
         table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
@@ -194,7 +239,9 @@ class LlamaModel:
         self._embedding = Embedding(
             layout, None if self._shares else table, self._head if self._shares else None
         )
-        self._final_norm = source.take("model.norm.weight", (c.hidden_size,)).float().clone()
+        self._final_norm = (
+            source.take("model.norm.weight", (c.hidden_size,)).float() + c.norm_offset
+        )
         self._layers = []
         for i in range(c.num_layers):
             progress(i, c.num_layers)
@@ -208,8 +255,8 @@ class LlamaModel:
 
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""
-        common = [add_rms_norm_kernel, silu_mul_kernel, rope_and_cache, self._backend.kernel]
-        return [*common, *self._layout.kernels(self._shares)]
+        own = [self._config.activation, self._backend.kernel]
+        return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:
         """Of the weights."""
@@ -231,10 +278,9 @@ class LlamaModel:
         """Make the cache and the buffers for `batch`, and bind every operation to them."""
         self._batch, c, pad = batch, self._config, self._layout.padded
         tokens, sequences, dtype = len(batch.token_ids), len(batch.rows), self.geometry.dtype
-        self._inverse_frequency, self._rope_scale = rope.frequencies(
-            c.rope, c.head_size, max_model_len
-        )
-        self._cos, self._sin = torch.empty(2, tokens, c.head_size // 2)
+        self._rotations = [
+            rope.Rotation(each, c.head_size, max_model_len, tokens) for each in c.ropes
+        ]
         self._hidden_TH = torch.zeros(tokens, c.hidden_size)
         self._x_TH = torch.zeros(tokens, pad(c.hidden_size), dtype=dtype)
         self._x_TQ = torch.zeros(tokens, pad(c.heads * c.head_size), dtype=dtype)
@@ -254,40 +300,51 @@ class LlamaModel:
         sampled.
         """
         rows, sampled = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        # The embedding is scaled by what the model's own type makes of the scale.
+        scale = float(torch.tensor(self._config.embedding_scale, dtype=self.geometry.dtype))
         operations: list[Operation] = [
-            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH)
+            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale)
         ]
-        update: torch.Tensor | None = None  # of the residual stream, added by the norm that follows
+        update = Update(None, None)
+        places = {
+            layer: (g, place)
+            for g, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
         for i, layer in enumerate(self._layers):
-            operations += self._bind_layer(i, layer, rows, update)
-            update = self._update_TH
+            operations += self._bind_layer(i, *places[i], layer, rows, update)
+            update = Update(self._update_TH, layer.mlp_update_norm)
         norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
         head = self._head.bind(sampled, self._last_SH, self._logits_SV)
         return Program(rows, operations), Program(sampled, [norm, *head])
 
     def _bind_layer(
-        self, index: int, layer: _Layer, rows: np.ndarray, update: torch.Tensor | None
+        self, index: int, group: int, place: int, layer: _Layer, rows: np.ndarray, update: Update
     ) -> list[Operation]:
         c, wide, update_TH = self._config, self._wide_TN, self._update_TH
+        rotation = self._rotations[c.rope_of[index]]
         return [
             self._norm(rows, update, layer.input_norm, self._x_TH),
             *layer.qkv.bind(rows, self._x_TH, wide),
             *self._attention.bind(
-                index,
+                group,
+                place,
                 rows,
                 wide,
                 layer.qkv.width,
-                self._cos,
-                self._sin,
+                rotation.cos,
+                rotation.sin,
                 layer.qk_norms,
                 c.eps,
                 c.windows[index],
                 self._x_TQ,
             ),
             *layer.output.bind(rows, self._x_TQ, update_TH),
-            self._norm(rows, update_TH, layer.post_norm, self._x_TH),
+            self._norm(
+                rows, Update(update_TH, layer.attention_update_norm), layer.mlp_norm, self._x_TH
+            ),
             *layer.gate_up.bind(rows, self._x_TH, wide),
-            silu_mul_kernel.bind(
+            c.activation.bind(
                 self.geometry.dtype,
                 rows=rows,
                 gate_up=wide,
@@ -302,7 +359,7 @@ class LlamaModel:
     def _norm(
         self,
         rows: np.ndarray,
-        update: torch.Tensor | None,
+        update: Update,
         weight: torch.Tensor,
         out: torch.Tensor,
         index: np.ndarray | None = None,
@@ -312,7 +369,8 @@ class LlamaModel:
             rows=rows,
             index=index,
             hidden=self._hidden_TH,
-            update=update,
+            update=update.value_TH,
+            update_weight=update.norm_H,
             weight=weight,
             out=out,
             size=self._config.hidden_size,
@@ -339,13 +397,8 @@ class LlamaModel:
 
     def _rotate(self, tokens: int) -> None:
         positions = torch.from_numpy(self._batch.positions[:tokens]).float()
-        angles_TD = positions[:, None] * self._inverse_frequency
-        cos, sin = self._cos[:tokens], self._sin[:tokens]
-        torch.cos(angles_TD, out=cos)
-        torch.sin(angles_TD, out=sin)
-        if self._rope_scale != 1.0:
-            cos *= self._rope_scale
-            sin *= self._rope_scale
+        for rotation in self._rotations:
+            rotation.turn(positions)
 
 
 LLAMA = Family(qkv_bias=None, output_bias=None, mlp_bias=None)

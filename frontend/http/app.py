@@ -42,6 +42,7 @@ def make_app(
     app.router.add_get("/ready", api.ready)
     app.router.add_get("/version", api.version)
     app.router.add_get("/status", api.status)
+    app.router.add_post("/reset_prefix_cache", api.reset_prefix_cache)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
@@ -81,6 +82,11 @@ class Api:
 
     async def status(self, _: web.Request) -> web.Response:
         return _json(as_dict(await self._status()))
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """Answered when it is done: whatever is asked after that finds nothing of before."""
+        await self._client.reset_prefix_cache()
+        return web.Response()
 
     async def models(self, _: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card(name) for name in self._names]})

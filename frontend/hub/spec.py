@@ -2,8 +2,8 @@
 
 The context length is max_position_embeddings, times the factor of a RoPE scaling that stretches it.
 Scaling counts from original_max_position_embeddings where that is given, so that what is scaled
-already isn't scaled twice. llama3 and longrope state the stretched length themselves. A sliding
-window doesn't shorten the context.
+already isn't scaled twice. llama3, longrope and Gemma 3 state the stretched length themselves. A
+sliding window doesn't shorten the context.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def chat_template(option: str | None) -> str | None:
 
 
 def _stretched(text: dict[str, Any], length: int) -> int:
+    if str(text.get("model_type")).startswith("gemma3"):
+        return length
     for key in ("rope_scaling", "rope_parameters"):
         scaling = text.get(key)
         if not isinstance(scaling, dict):

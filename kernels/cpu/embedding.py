@@ -1,5 +1,5 @@
-"""The embedding of tokens, from a table in rows or from the tiles of an output layer that shares
-its weights.
+"""The embedding of tokens, times a number (1 for most models), from a table in rows or from the
+tiles of an output layer that shares its weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ F32 = np.float32(0)
 I32 = np.int32(0)
 
 
-def embedding(token_ids_T: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+def embedding(
+    token_ids_T: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
     """Reference. float32 [T, H]."""
-    return weight_VH[token_ids_T].float()
+    return weight_VH[token_ids_T].float() * scale
 
 
 def _row_embedding(p, chunk, chunks):
@@ -28,11 +30,11 @@ def _row_embedding(p, chunk, chunks):
     out = carray(pointer(a.out, F32), (rows, a.size))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         for i in range(a.size):
-            out[t, i] = widen(weight[token_ids[t], i])
+            out[t, i] = widen(weight[token_ids[t], i]) * a.scale
 
 
 # token_ids int32 [rows]; weight [vocabulary, size]; out float32 [rows, size].
-row_embedding = Kernel(_row_embedding, "rows token_ids weight out vocabulary size")
+row_embedding = Kernel(_row_embedding, "rows token_ids weight out vocabulary size", "scale")
 
 
 def _tile_embedding(p, chunk, chunks):
@@ -45,8 +47,8 @@ def _tile_embedding(p, chunk, chunks):
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         group, column = token_ids[t] // 16, token_ids[t] % 16
         for i in range(a.size):
-            out[t, i] = widen(weight[group, i // 2, column, i % 2])
+            out[t, i] = widen(weight[group, i // 2, column, i % 2]) * a.scale
 
 
 # As row_embedding, with a packed weight (tiles.pack).
-tile_embedding = Kernel(_tile_embedding, "rows token_ids weight out vocabulary size")
+tile_embedding = Kernel(_tile_embedding, "rows token_ids weight out vocabulary size", "scale")

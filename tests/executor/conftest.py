@@ -20,7 +20,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class HandScheduler:
-    """Gives blocks out one after the other (1, 2, ...) and never takes one back.
+    """Gives blocks out one after the other (1, 2, ...) and never takes one back. Where layers come
+    in groups, blocks[row] has one for each group, then the next for each, and so on.
 
     `logits[row, position]` is what the token at `position` of `row` was chosen from.
     """
@@ -32,6 +33,7 @@ class HandScheduler:
         self.blocks: dict[int, list[int]] = {}
         self._computed: dict[int, int] = {}
         self._block_size = block_size
+        self.groups = runner._batch.num_groups
         self._next_block = 1
         self._step = 0
         self._new: list[messages.NewSequence] = []
@@ -99,7 +101,8 @@ class HandScheduler:
 
     def _grow(self, row: int, length: int) -> list[int]:
         self._computed[row] += length
-        missing = -(-self._computed[row] // self._block_size) - len(self.blocks[row])
+        columns = -(-self._computed[row] // self._block_size)
+        missing = columns * self.groups - len(self.blocks[row])
         fresh = [self._take_block() for _ in range(missing)]
         self.blocks[row] += fresh
         return fresh

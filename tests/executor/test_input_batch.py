@@ -36,7 +36,7 @@ def test_prepare_lays_out_a_super_sequence():
     assert (step.num_tokens, step.num_sequences) == (4, 2)
     assert batch.token_ids[:4].tolist() == [105, 106, 107, 50]
     assert batch.positions[:4].tolist() == [5, 6, 7, 0]
-    assert batch.slots[:4].tolist() == [3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 4 * 4]
+    assert batch.slots[0, :4].tolist() == [3 * 4 + 1, 3 * 4 + 2, 3 * 4 + 3, 4 * 4]
     assert batch.starts[:3].tolist() == [0, 3, 4]
     assert batch.context[:2].tolist() == [8, 1]
     assert batch.rows[:2].tolist() == [2, 0]
@@ -52,7 +52,7 @@ def test_sampled_tokens_are_computed_next():
     batch.append(step.sampled, np.array([77], np.int32))
     step = prepare(batch, {1: 1})
     assert batch.token_ids[0] == 77
-    assert batch.slots[0] == 8 * 4 + 2
+    assert batch.slots[0, 0] == 8 * 4 + 2
     assert step.sample_positions.tolist() == [3]
 
 
@@ -60,10 +60,10 @@ def test_a_row_may_get_several_blocks_in_one_plan():
     batch = InputBatch(4, 64, 64, block_size=2)
     batch.apply(plan([sequence(1, [1] * 9, 0, [5]), sequence(3, [1] * 9, 0, [])]))
     batch.apply(plan(block_rows=[1, 3, 1, 3, 3], block_ids=[6, 20, 7, 21, 22]))
-    assert batch.tables[1, :3].tolist() == [5, 6, 7]
-    assert batch.tables[3, :3].tolist() == [20, 21, 22]
+    assert batch.tables[0, 1, :3].tolist() == [5, 6, 7]
+    assert batch.tables[0, 3, :3].tolist() == [20, 21, 22]
     batch.apply(plan(block_rows=[1], block_ids=[8]))
-    assert batch.tables[1, :4].tolist() == [5, 6, 7, 8]
+    assert batch.tables[0, 1, :4].tolist() == [5, 6, 7, 8]
 
 
 def test_a_taken_row_is_not_given_out():
@@ -88,8 +88,9 @@ ROWS, LENGTH, BLOCK = 5, 24, 4
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_course_of_steps(data):
-    """Rows come, grow, leave and come again; each token is laid out once, in its own slot."""
-    batch = InputBatch(ROWS, ROWS * LENGTH, LENGTH, BLOCK)
+    """Rows come, grow, leave and come again; each token is laid out once, in its own slots."""
+    groups = data.draw(st.integers(1, 3))
+    batch = InputBatch(ROWS, ROWS * LENGTH, LENGTH, BLOCK, groups)
     known: dict[int, list[int]] = {}
     computed: dict[int, int] = {}
     tables: dict[int, list[int]] = {}
@@ -104,7 +105,7 @@ def test_any_course_of_steps(data):
         ) - {-1}:
             known[row] = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=10))
             computed[row] = data.draw(st.integers(0, len(known[row]) - 1))
-            tables[row] = [next(free) for _ in range(-(-computed[row] // BLOCK))]
+            tables[row] = [next(free) for _ in range(-(-computed[row] // BLOCK) * groups)]
             new.append(sequence(row, known[row], computed[row], tables[row]))
         lengths = {}
         for row in data.draw(st.permutations([*known])):
@@ -112,7 +113,7 @@ def test_any_course_of_steps(data):
         lengths = {row: n for row, n in lengths.items() if n}
         appended = []
         for row, n in lengths.items():
-            while len(tables[row]) * BLOCK < computed[row] + n:
+            while len(tables[row]) < -(-(computed[row] + n) // BLOCK) * groups:
                 tables[row].append(next(free))
                 appended.append((row, tables[row][-1]))
         batch.apply(plan(new, removed, [r for r, _ in appended], [b for _, b in appended]))
@@ -125,8 +126,10 @@ def test_any_course_of_steps(data):
             positions = range(computed[row], computed[row] + n)
             assert batch.positions[at : at + n].tolist() == [*positions]
             assert batch.token_ids[at : at + n].tolist() == [known[row][p] for p in positions]
-            expected = [tables[row][p // BLOCK] * BLOCK + p % BLOCK for p in positions]
-            assert batch.slots[at : at + n].tolist() == expected
+            for group in range(groups):
+                table = tables[row][group::groups]
+                expected = [table[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
+                assert batch.slots[group, at : at + n].tolist() == expected
             at += n
             computed[row] += n
             if computed[row] == len(known[row]):

@@ -7,8 +7,10 @@ import pytest
 from ringcast.executor.kv_memory import available_bytes, num_blocks
 from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.messages import FullAttentionSpec, SlidingWindowSpec
 
 BLOCK_BYTES = 1000
+FULL = [FullAttentionSpec()]
 
 
 def config(**options: object) -> EngineConfig:
@@ -16,27 +18,37 @@ def config(**options: object) -> EngineConfig:
 
 
 def test_a_share_of_what_is_available():
-    assert num_blocks(config(memory_utilization=0.5), 128, BLOCK_BYTES, 40_000) == 20
+    assert num_blocks(config(memory_utilization=0.5), FULL, 128, BLOCK_BYTES, 40_000) == 20
 
 
 def test_no_more_than_can_ever_be_used():
     # 4 sequences of 128 tokens are 32 blocks, and block 0 is reserved.
-    assert num_blocks(config(memory_utilization=1.0), 128, BLOCK_BYTES, 10**9) == 33
-    assert num_blocks(config(memory_utilization=1.0), 129, BLOCK_BYTES, 10**9) == 37
+    assert num_blocks(config(memory_utilization=1.0), FULL, 128, BLOCK_BYTES, 10**9) == 33
+    assert num_blocks(config(memory_utilization=1.0), FULL, 129, BLOCK_BYTES, 10**9) == 37
+
+
+def test_windows_need_no_more_than_they_reach():
+    groups = [*FULL, SlidingWindowSpec(32), SlidingWindowSpec(32)]
+    options = {"memory_utilization": 1.0, "max_num_batched_tokens": 17}
+    # 8 blocks of full attention; (32 - 1 + 17) / 16 + 1 for each window.
+    assert num_blocks(config(**options), groups, 128, BLOCK_BYTES, 10**9) == 1 + 4 * (8 + 4 + 4)
+    assert num_blocks(config(**options), groups, 128, BLOCK_BYTES, 17_000) == 17
+    with pytest.raises(ConfigError, match="room for 112 tokens"):
+        num_blocks(config(**options), groups, 128, BLOCK_BYTES, 16_000)
 
 
 def test_bytes_and_blocks_can_be_given():
-    assert num_blocks(config(kv_cache_memory_bytes=12_999), 128, BLOCK_BYTES, 0) == 12
-    assert num_blocks(config(num_gpu_blocks_override=50), 128, BLOCK_BYTES, 0) == 50
+    assert num_blocks(config(kv_cache_memory_bytes=12_999), FULL, 128, BLOCK_BYTES, 0) == 12
+    assert num_blocks(config(num_gpu_blocks_override=50), FULL, 128, BLOCK_BYTES, 0) == 50
 
 
 def test_too_little_for_one_block():
     with pytest.raises(ConfigError) as error:
-        num_blocks(config(memory_utilization=0.25), 128, BLOCK_BYTES, 4000)
+        num_blocks(config(memory_utilization=0.25), FULL, 128, BLOCK_BYTES, 4000)
     for part in ("2000 bytes", "1000 (memory_utilization, of 4000", "raise memory_utilization"):
         assert part in str(error.value)
     with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes"):
-        num_blocks(config(kv_cache_memory_bytes=1999), 128, BLOCK_BYTES, 4000)
+        num_blocks(config(kv_cache_memory_bytes=1999), FULL, 128, BLOCK_BYTES, 4000)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +61,10 @@ def test_too_little_for_one_block():
 )
 def test_the_context_must_fit(options, option):
     with pytest.raises(ConfigError) as error:
-        num_blocks(config(**options), 128, BLOCK_BYTES, 16_000)
+        num_blocks(config(**options), FULL, 128, BLOCK_BYTES, 16_000)
     for part in ("max_model_len is 128", "room for 112 tokens", f"raise {option}", "9000 bytes"):
         assert part in str(error.value)
-    assert num_blocks(config(**options), 112, BLOCK_BYTES, 16_000) == 8
+    assert num_blocks(config(**options), FULL, 112, BLOCK_BYTES, 16_000) == 8
 
 
 def system(root, meminfo: int, cgroup: str, files: dict[str, str]):

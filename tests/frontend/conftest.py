@@ -34,6 +34,7 @@ from ringcast.mq.messages import (
     Generate,
     Ping,
     Rejected,
+    ResetPrefixCache,
     TokensPrompt,
 )
 
@@ -82,7 +83,7 @@ class FakeEngine:
     """Answers each Generate with `words`, one token and one chunk each, as the actors would.
 
     hold: stop after so many tokens until aborted. reject: refuse what is sent from now on.
-    fail: end every choice with this error after its words. deaf: answer no pings.
+    fail: end every choice with this error after its words. deaf: answer no pings and no resets.
     checkpoint: where no deltas are asked for, a chunk whenever so many tokens have gathered.
     """
 
@@ -110,7 +111,7 @@ class FakeEngine:
         self.sent.append(message)
         if isinstance(message, Abort):
             self._aborted.add(message.request_id)
-        elif isinstance(message, Ping):
+        elif isinstance(message, Ping | ResetPrefixCache):
             if not self.deaf:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._deliver, "detokenizer.0", message)

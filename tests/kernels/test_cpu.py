@@ -87,14 +87,20 @@ def test_pack_is_undone_by_unpack():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "size", "update"), [(1, 33, True), (5, 48, False), (37, 100, True)]
+    ("rows", "size", "update"),
+    [(1, 33, "plain"), (5, 48, "none"), (37, 100, "plain"), (1, 33, "norm"), (37, 100, "norm")],
 )
 def test_add_rms_norm(dtype, rows, size, update):
     hidden, weight = torch.randn(rows, size), torch.randn(size)
-    change = torch.randn(rows, size + 5) if update else None
+    change = torch.randn(rows, size + 5) if update != "none" else None
+    change_weight = torch.randn(size) if update == "norm" else None
     expected_hidden = hidden.clone()
     expected = norm.add_rms_norm(
-        expected_hidden, None if change is None else change[:, :size], weight, 1e-5
+        expected_hidden,
+        None if change is None else change[:, :size],
+        weight,
+        1e-5,
+        change_weight,
     )
     out = nans(rows, size + 3, dtype=dtype)
     norm.add_rms_norm_kernel.bind(
@@ -103,6 +109,7 @@ def test_add_rms_norm(dtype, rows, size, update):
         index=None,
         hidden=hidden,
         update=change,
+        update_weight=change_weight,
         weight=weight,
         out=out,
         size=size,
@@ -110,7 +117,10 @@ def test_add_rms_norm(dtype, rows, size, update):
         out_bytes=out.stride(0) * out.itemsize,
         eps=1e-5,
     )()
-    assert torch.equal(hidden, expected_hidden)
+    if update == "norm":
+        torch.testing.assert_close(hidden, expected_hidden, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(hidden, expected_hidden)
     assert_close(out[:, :size], expected, dtype, 2)
     assert out[:, size:].isnan().all()
 
@@ -125,6 +135,7 @@ def test_add_rms_norm_of_some_rows():
         index=index,
         hidden=hidden,
         update=update,
+        update_weight=None,
         weight=weight,
         out=out,
         size=16,
@@ -136,12 +147,20 @@ def test_add_rms_norm_of_some_rows():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 67), (6, 40)])
-def test_silu_mul(dtype, rows, size):
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 67), (6, 40), (2, 800)])
+@pytest.mark.parametrize(
+    ("kernel", "reference"),
+    [
+        (activation.silu_mul_kernel, activation.silu_mul),
+        (activation.gelu_mul_kernel, activation.gelu_mul),
+    ],
+    ids=["silu", "gelu"],
+)
+def test_gated_activation(dtype, rows, size, kernel, reference):
     gate_up = torch.randn(rows, 2 * size + 3) * 10
-    gate_up[0, 0] = -1e30  # exp must not overflow
+    gate_up[0, 0] = -1e9  # exp must not overflow
     out = nans(rows, size + 1, dtype=dtype)
-    activation.silu_mul_kernel.bind(
+    kernel.bind(
         dtype,
         rows=count(rows),
         gate_up=gate_up,
@@ -150,20 +169,28 @@ def test_silu_mul(dtype, rows, size):
         stride=2 * size + 3,
         out_bytes=(size + 1) * out.itemsize,
     )()
-    assert_close(out[:, :size], activation.silu_mul(gate_up[:, : 2 * size]), dtype, 3)
+    assert_close(out[:, :size], reference(gate_up[:, : 2 * size]), dtype, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_embedding(dtype):
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_embedding(dtype, scale):
     weight, ids = torch.randn(77, 50).to(dtype), np.array([76, 0, 5, 76, 31], np.int32)
-    expected = embedding.embedding(torch.from_numpy(ids).long(), weight)
+    expected = embedding.embedding(torch.from_numpy(ids).long(), weight, scale)
     tables = [(embedding.row_embedding, weight)]
     if dtype == torch.bfloat16:
         tables.append((embedding.tile_embedding, tiles.pack(weight)))
     for kernel, table in tables:
         out = nans(5, 50)
         kernel.bind(
-            dtype, rows=count(5), token_ids=ids, weight=table, out=out, vocabulary=77, size=50
+            dtype,
+            rows=count(5),
+            token_ids=ids,
+            weight=table,
+            out=out,
+            vocabulary=77,
+            size=50,
+            scale=scale,
         )()
         assert torch.equal(out, expected)
 
@@ -326,7 +353,13 @@ def test_paged_attention(dtype, lengths, context, group, heads, size, block_size
 @pytest.mark.parametrize(("lengths", "context"), SEQUENCES)
 @pytest.mark.parametrize(
     ("group", "heads", "size", "block_size", "window"),
-    [(3, 2, 64, 16, 0), (1, 3, 32, 16, 9), (5, 2, 96, 32, 0), (8, 1, 128, 64, 33)],
+    [
+        (3, 2, 64, 16, 0),
+        (1, 3, 32, 16, 9),
+        (5, 2, 96, 32, 0),
+        (8, 1, 128, 64, 33),
+        (4, 1, 256, 16, 17),
+    ],
 )
 def test_tile_attention(lengths, context, group, heads, size, block_size, window):
     out, expected = attend(
@@ -395,6 +428,7 @@ def test_more_threads_than_cores_do_every_chunk_once():
             index=None,
             hidden=hidden,
             update=update,
+            update_weight=None,
             weight=torch.ones(3),
             out=out,
             size=3,

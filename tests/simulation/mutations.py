@@ -111,7 +111,7 @@ def _unchecked_index(right: Function) -> Function:
 
 def _kept_copy(right: Function) -> Function:
     def release(self: Any, sequence: Any) -> None:
-        sequence.copy_source = kv_cache.NULL_BLOCK
+        sequence.copy_sources = []
         right(self, sequence)
 
     return release

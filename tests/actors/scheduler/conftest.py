@@ -42,7 +42,8 @@ class Engine:
         self.config = EngineConfig(**{**defaults, **options})
         self.spec = spec or make_spec()
         self.core = SchedulerCore(self.config, self.spec)
-        self.worker_spec = make_spec()  # its fake tokens may be EOS ids of the scheduler's
+        # Its fake tokens may be EOS ids of the scheduler's.
+        self.worker_spec = make_spec(hf_config=self.spec.hf_config)
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs = []  # of the worker, not yet handed to the core
         self.plans = []
@@ -53,6 +54,7 @@ class Engine:
         self.now = 0.0
         self.lost = set()
         self.pings = []
+        self.resets = []
         self.ends = defaultdict(list)
         self.tokens = defaultdict(list)
         if ready:
@@ -194,6 +196,9 @@ class Engine:
             return
         if isinstance(message, messages.Ping):
             self.pings.append(message)
+            return
+        if isinstance(message, messages.ResetPrefixCache):
+            self.resets.append(message)
             return
         self.stream_steps.append(message)
         streams, index, tokens = (

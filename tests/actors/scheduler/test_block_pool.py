@@ -51,6 +51,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.hashes[block] = content
         self.pool.register(block, content)
 
+    @rule()
+    def forget(self):
+        self.hashes.clear()
+        self.pool.forget()
+
     @invariant()
     def agrees(self):
         self.pool.check(self.references)
@@ -88,6 +93,20 @@ def test_releasing_tail_first_keeps_the_longest_prefix():
     assert taken[0] not in blocks  # what holds nothing goes first
     assert taken[1:] == [blocks[3], blocks[2]]
     assert [pool.lookup(bytes([i])) for i in range(4)] == [blocks[0], blocks[1], 0, 0]
+
+
+def test_what_is_forgotten_is_free_and_can_be_registered_again():
+    pool = BlockPool(4)
+    held, idle = pool.take(), pool.take()
+    pool.register(held, b"a")
+    pool.register(idle, b"b")
+    pool.release(idle)
+    pool.forget()
+    assert pool.lookup(b"a") == pool.lookup(b"b") == NULL_BLOCK
+    assert (pool.references(held), pool.num_free) == (1, 2)
+    pool.register(held, b"a")
+    assert pool.lookup(b"a") == held
+    pool.check({held: 1})
 
 
 def test_misuse_is_noticed():

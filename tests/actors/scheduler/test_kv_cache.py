@@ -98,6 +98,88 @@ def test_salt_separates(kv):
     assert compute(kv, third) == 8
 
 
+def count_digests(kv):
+    """A list that grows by one for each block that is hashed."""
+    digest, counted = kv._hasher.digest, []
+
+    def counting(data):
+        counted.append(data)
+        return digest(data)
+
+    kv._hasher.digest = counting
+    return counted
+
+
+def test_a_prompt_is_hashed_once_for_all_choices_and_attempts(kv):
+    counted = count_digests(kv)
+    (other,) = sequences(range(100, 130))
+    compute(kv, other)
+    before = len(counted)
+    choices = sequences(range(19), n=3)
+    for _ in range(50):  # it waits at the head of the queue
+        assert not kv.admit(choices[0])
+    assert len(counted) - before == 4
+    kv.release(other)
+    for sequence in choices:  # as resumed choices do, and forks that find no block
+        compute(kv, sequence)
+        kv.release(sequence)
+    assert len(counted) - before == 4
+
+
+def test_output_is_hashed_once_however_often_it_is_preempted(kv):
+    counted = count_digests(kv)
+    (sequence,) = sequences(range(6))
+    compute(kv, sequence)
+    for token in range(50, 61):
+        sequence.tokens.append(token)
+        assert kv.grow(sequence, len(sequence.tokens)) >= 0
+        kv.register(sequence, len(sequence.tokens))
+    assert len(counted) == 17 // 4
+    for _ in range(3):
+        kv.release(sequence)
+        assert compute(kv, sequence) == 16
+    assert len(counted) == 17 // 4
+
+
+def test_a_reset_forgets_what_is_idle_and_what_is_held(kv):
+    (idle,) = sequences(range(9))
+    (held,) = sequences(range(100, 109))
+    compute(kv, idle)
+    kv.release(idle)
+    compute(kv, held)
+    kv.reset([held])
+    for prompt in (range(9), range(100, 109)):
+        (again,) = sequences(prompt)
+        assert compute(kv, again) == 0
+        kv.release(again)
+        assert compute(kv, again) == 8  # what was computed after it is found
+        kv.release(again)
+    kv.check([held])
+
+
+def test_what_rests_on_blocks_from_before_a_reset_is_not_found(kv):
+    source, fork = sequences(range(9), n=2)
+    compute(kv, source)
+    kv.reset([source, fork])
+    assert kv.fork(source, fork)
+    kv.copied(fork)
+    for sequence in (source, fork):
+        sequence.tokens += range(20, 24)
+        kv.grow(sequence, 13)
+        sequence.num_computed = 13
+        assert sequence.num_computed < sequence.cache_at
+    (other,) = sequences(range(9))
+    compute(kv, other)  # names the first two blocks anew: the third must not follow from them
+    (again,) = sequences([*range(9), *range(20, 24)])
+    assert kv.admit(again)
+    assert again.num_computed == 8
+    kv.release(source)
+    compute(kv, source)  # from the beginning, so it counts again
+    (last,) = sequences([*range(9), *range(20, 24)])
+    assert kv.admit(last)
+    assert last.num_computed == 12
+
+
 def test_without_caching_nothing_is_hashed():
     kv = KVCache(block_size=4, caching=False)
     kv.open(12)
@@ -143,7 +225,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(kv, length, num_shared, c
     assert fork.block_ids[-1] not in source.block_ids
     assert len(fork.block_ids) == num_shared + 1
     assert fork.num_computed == length - 1
-    assert fork.copy_source == (source.block_ids[num_shared] if copies else 0)
+    assert fork.copy_sources == ([source.block_ids[num_shared]] if copies else [])
     kv.check([source, fork])
     kv.release(source)  # the source's end leaves the fork what it needs
     kv.check([fork])
@@ -165,5 +247,5 @@ def test_a_fork_that_gives_up_before_its_copy_gives_all_back(kv):
     compute(kv, source)
     kv.fork(source, fork)
     kv.release(fork)
-    assert fork.copy_source == 0
+    assert fork.copy_sources == []
     kv.check([source])

@@ -17,8 +17,7 @@ class Client:
         self.rng = rng
         self.left = num_requests
         self.sent = []  # (request id, incarnation)
-        longest = engine.core.kv.num_slots - 1
-        self.longest = min(longest, 40)
+        self.longest = min(engine.core.kv.num_slots - 1, 40)
         self.stems = [[rng.randrange(1000) for _ in range(self.longest)] for _ in range(3)]
 
     def act(self):
@@ -79,6 +78,15 @@ OPTIONS = {
     "blocks of one": {"num_gpu_blocks_override": 40, "block_size": 1},
     "short chunks": {**TIGHT, "long_prefill_token_threshold": 4, "max_steps_in_flight": 2},
     "one row": {**TIGHT, "max_num_seqs": 1},
+    "tight, windows": {**TIGHT, "num_gpu_blocks_override": 40},
+    "tight, windows, ahead": {**TIGHT, "num_gpu_blocks_override": 32, "max_steps_in_flight": 3},
+    "tight, one window": {**TIGHT, "max_num_batched_tokens": 7},
+}
+# Of the groups of layers, 0 for none.
+WINDOWS = {
+    "tight, windows": [0, 6, 6],
+    "tight, windows, ahead": [9, 0, 5],
+    "tight, one window": [13],
 }
 
 
@@ -124,7 +132,9 @@ def simulate(engine, seed, num_requests):
 def test_simulation(make_engine, model_spec, options):
     total = {}
     for seed in range(3):
-        engine = make_engine(spec=model_spec(max_model_len=60), **OPTIONS[options])
+        windows = WINDOWS.get(options, [0])
+        spec = model_spec(max_model_len=60, hf_config={"windows": windows})
+        engine = make_engine(spec=spec, **OPTIONS[options])
         reasons = simulate(engine, f"{options} {seed}", num_requests=40)
         assert reasons == {"stop", "length", "abort"}
         for name, value in engine.core.statistics().items():

@@ -22,10 +22,12 @@ from ringcast.mq.messages import (
     Chunk,
     Chunks,
     ErrorInfo,
+    Message,
     OpenStream,
     OutputSpec,
     Ping,
     PromptLogprobs,
+    ResetPrefixCache,
     StopStream,
     StreamEnd,
     StreamStep,
@@ -402,9 +404,9 @@ def test_a_lost_scheduler_s_streams_are_forgotten(driver: Driver) -> None:
     assert driver.text(2) == "dog"
 
 
-def test_a_ping_goes_to_its_client(driver: Driver) -> None:
-    ping = Ping(client=3, number=8)
-    assert list(driver.core.handle("scheduler.0", ping, 0.0)) == [Send("client.3", ping)]
+@pytest.mark.parametrize("message", [Ping(3, 8), ResetPrefixCache(3, "x")])
+def test_what_passes_through_goes_to_its_client(driver: Driver, message: Message) -> None:
+    assert list(driver.core.handle("scheduler.0", message, 0.0)) == [Send("client.3", message)]
 
 
 def step_logprobs(rows: dict[int, list[tuple[int, float]]], width: int) -> TokenLogprobs:

@@ -28,6 +28,7 @@ from ringcast.mq.messages import (
     Ping,
     Prompt,
     Rejected,
+    ResetPrefixCache,
     Resume,
     TextPrompt,
     TokensPrompt,
@@ -304,3 +305,8 @@ def test_a_lost_client_is_told_of_behind_its_requests(driver: Driver) -> None:
 def test_a_ping_goes_on(driver: Driver) -> None:
     (send,) = driver.core.handle("client.7", Ping(7, 2), 0.0)
     assert send == ("scheduler.0", Ping(7, 2))
+
+
+def test_a_reset_of_the_prefix_cache_goes_on(driver: Driver) -> None:
+    (send,) = driver.core.handle("client.7", ResetPrefixCache(7, "x"), 0.0)
+    assert send == ("scheduler.0", ResetPrefixCache(7, "x"))

@@ -97,6 +97,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 64),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, 64),
+        ({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8}}, 64),
         ({"text_config": {"vocab_size": 8, "max_position_embeddings": 48}}, 48),
     ],
 )
