@@ -17,10 +17,12 @@ from ..mq.config import EngineConfig, ModelSpec
 from ..mq.messages import NewSequence, StepOutput, StepPlan, WorkerReady
 from ..mq.sampling_params import SamplingParams
 from . import kv_memory
+from .cpu_decoder import CpuDecoder
 from .input_batch import InputBatch
 from .logits_processor import load_processors
 from .models import find_model
 from .prompt_logprobs import PromptLogprobsReader
+from .quantized import make_layout
 from .runner import Progress
 from .sampler import Sampler
 from .weights import DummyWeights, SafetensorsWeights, WeightSource
@@ -49,15 +51,13 @@ class CpuModelRunner:
         torch.set_num_threads(threads)
         start = time.perf_counter()
         dtype = choose_dtype(config.dtype)
-        family = find_model(spec.architecture)
+        declared = find_model(spec.architecture).check(spec.hf_config)
         source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
-        self._model = family.load(
-            spec.hf_config,
-            dtype,
-            config.quantization,
-            config.deterministic,
+        self._model = CpuDecoder(
+            declared,
+            make_layout(dtype, config.quantization, config.deterministic),
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...kernels.cpu.activation import gelu_mul_kernel
 from ...mq.errors import ModelLoadError
 from .. import rope
 from .llama import SLIDING, Family, LlamaConfig, require
@@ -24,7 +23,7 @@ _ABSENT = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirection
 class Gemma3Config(LlamaConfig):
     """Reads the layout of transformers 5 (rope_parameters by kind of layer) and the one before."""
 
-    activation = gelu_mul_kernel
+    activation = "gelu_tanh"
     norm_offset = 1.0
     sandwich = True
 

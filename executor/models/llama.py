@@ -1,33 +1,17 @@
-"""The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward, and a
-residual stream in float32.
+"""The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward.
 
-One implementation; what sets a member apart is declared in its `Family` at the end, or, where it
-has more of its own, in a file of its own (gemma3.py). Legend: T
-tokens, H hidden size, Q = query heads x head size, N = outputs of a product (padded), D head size.
+What a member is, and nothing of how it runs: executor/cpu_decoder.py and executor/gpu/decoder.py
+run what is declared here. What sets a member apart is in its `Family` at the end, or, where it has
+more of its own, in a file of its own (gemma3.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-
-from ...kernels.cpu.activation import silu_mul_kernel
-from ...kernels.cpu.norm import add_rms_norm_kernel
-from ...kernels.cpu.openmp import Kernel
-from ...kernels.cpu.rope import rope_and_cache
 from ...mq.errors import ModelLoadError
-from ...mq.kv_groups import deal
 from .. import rope
-from ..attention import AttentionBackend, Geometry, choose_backend
-from ..input_batch import InputBatch, Step
-from ..layers import Embedding, Layout, Linear
-from ..program import Operation, Program
-from ..quantized import make_layout
-from ..weights import WeightSource
 
 SLIDING = "sliding_attention"
 # Before the feed-forward layer, after attention, and after the feed-forward layer.
@@ -51,20 +35,6 @@ class Family:
     sliding_window: int | None = None
     always_sliding: bool = False
 
-    def load(
-        self,
-        hf_config: dict[str, Any],
-        dtype: torch.dtype,
-        quantization: str,
-        deterministic: bool,
-        block_size: int,
-        source: WeightSource,
-        progress: Callable[[int, int], None],
-    ) -> LlamaModel:
-        """Check the config and take the weights. `progress(done, total)` counts layers."""
-        layout = make_layout(dtype, quantization, deterministic)
-        return LlamaModel(self.check(hf_config), layout, block_size, source, progress)
-
     def check(self, hf_config: dict[str, Any]) -> LlamaConfig:
         return LlamaConfig(self, hf_config)
 
@@ -77,7 +47,7 @@ class LlamaConfig:
     layer's sliding window, 0 for none.
     """
 
-    activation: Kernel = silu_mul_kernel
+    activation = "silu"  # or "gelu_tanh"
     norm_offset = 0.0
     sandwich = False
     embedding_scale = 1.0
@@ -149,256 +119,6 @@ def require(hf: dict[str, Any], name: str, supported: Any) -> None:
     value = hf.get(name)
     if value is not None and value != supported:
         raise ModelLoadError(f"config.json: {name} {value!r} is not supported; {supported!r} is")
-
-
-class _Layer:
-    """The weights of one layer, in the order in which they are used."""
-
-    def __init__(self, c: LlamaConfig, layout: Layout, source: WeightSource, prefix: str) -> None:
-        def linear(names: dict[str, int], inputs: int, bias: bool) -> Linear:
-            parts = [
-                source.take(f"{prefix}{n}.weight", (size, inputs)) for n, size in names.items()
-            ]
-            biases = [
-                source.take(f"{prefix}{n}.bias", (size,)) for n, size in names.items() if bias
-            ]
-            return layout.linear(parts, biases)
-
-        def norm(name: str, size: int) -> torch.Tensor:
-            return source.take(f"{prefix}{name}.weight", (size,)).float() + c.norm_offset
-
-        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
-        attention, mlp = "self_attn.", "mlp."
-        self.input_norm = norm("input_layernorm", c.hidden_size)
-        self.qkv = linear(
-            {
-                attention + "q_proj": q_size,
-                attention + "k_proj": kv_size,
-                attention + "v_proj": kv_size,
-            },
-            c.hidden_size,
-            c.qkv_bias,
-        )
-        self.qk_norms: tuple[torch.Tensor, torch.Tensor] | None = None
-        if c.qk_norm:
-            self.qk_norms = (
-                norm(attention + "q_norm", c.head_size),
-                norm(attention + "k_norm", c.head_size),
-            )
-        self.output = linear({attention + "o_proj": c.hidden_size}, q_size, c.output_bias)
-        names = SANDWICH if c.sandwich else ("post_attention_layernorm", None, None)
-        self.mlp_norm = norm(names[0], c.hidden_size)
-        self.attention_update_norm, self.mlp_update_norm = (
-            norm(name, c.hidden_size) if name else None for name in names[1:]
-        )
-        self.gate_up = linear(
-            {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size},
-            c.hidden_size,
-            c.mlp_bias,
-        )
-        self.down = linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
-
-
-class Update(NamedTuple):
-    """What the norm that follows adds to the residual stream, and the norm that this has before."""
-
-    value_TH: torch.Tensor | None
-    norm_H: torch.Tensor | None
-
-
-class LlamaModel:
-    """Weights first (the constructor), then the cache and the buffers (`bind`), then `forward` for
-    every step.
-    """
-
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layout: Layout,
-        block_size: int,
-        source: WeightSource,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        c = self._config = config
-        self._layout = layout
-        self.groups = deal(c.windows)
-        self.geometry = Geometry(
-            layout.dtype,
-            max(len(group.layers) for group in self.groups),
-            c.kv_heads,
-            c.heads // c.kv_heads,
-            c.head_size,
-            block_size,
-            c.attention_scale,
-        )
-        self._backend = choose_backend(self.geometry)
-        table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        head = table if c.tied else source.take("lm_head.weight", (c.vocab_size, c.hidden_size))
-        self._head = layout.linear([head], is_head=True)
-        self._shares = c.tied and layout.ties()
-        self._embedding = Embedding(
-            layout, None if self._shares else table, self._head if self._shares else None
-        )
-        self._final_norm = (
-            source.take("model.norm.weight", (c.hidden_size,)).float() + c.norm_offset
-        )
-        self._layers = []
-        for i in range(c.num_layers):
-            progress(i, c.num_layers)
-            self._layers.append(_Layer(c, self._layout, source, f"model.layers.{i}."))
-        source.finish(
-            lambda name: (
-                name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
-            )
-        )
-        progress(c.num_layers, c.num_layers)
-
-    def kernels(self) -> list[Kernel]:
-        """Every kernel that `bind` binds."""
-        own = [self._config.activation, self._backend.kernel]
-        return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
-
-    def num_bytes(self) -> int:
-        """Of the weights."""
-        linears = [
-            m
-            for layer in self._layers
-            for m in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        return (
-            self._embedding.num_bytes
-            + self._head.num_bytes
-            + sum(linear.num_bytes for linear in linears)
-        )
-
-    def describe(self) -> dict[str, str]:
-        return {"linear": self._layout.describe(), "attention": self._backend.name}
-
-    def bind(self, batch: InputBatch, max_model_len: int, num_blocks: int) -> AttentionBackend:
-        """Make the cache and the buffers for `batch`, and bind every operation to them."""
-        self._batch, c, pad = batch, self._config, self._layout.padded
-        tokens, sequences, dtype = len(batch.token_ids), len(batch.rows), self.geometry.dtype
-        self._rotations = [
-            rope.Rotation(each, c.head_size, max_model_len, tokens) for each in c.ropes
-        ]
-        self._hidden_TH = torch.zeros(tokens, c.hidden_size)
-        self._x_TH = torch.zeros(tokens, pad(c.hidden_size), dtype=dtype)
-        self._x_TQ = torch.zeros(tokens, pad(c.heads * c.head_size), dtype=dtype)
-        self._x_TI = torch.zeros(tokens, pad(c.intermediate_size), dtype=dtype)
-        self._update_TH = torch.zeros(tokens, self._layers[0].down.width)
-        self._wide_TN = torch.zeros(
-            tokens, max(self._layers[0].qkv.width, self._layers[0].gate_up.width)
-        )
-        self._last_SH = torch.zeros(sequences, pad(c.hidden_size), dtype=dtype)
-        self._logits_SV = torch.zeros(sequences, self._head.width)
-        self._attention = self._backend(self.geometry, batch, max_model_len, num_blocks)
-        self._body, self._tail = self._programs()
-        return self._attention
-
-    def _programs(self) -> tuple[Program, Program]:
-        """From tokens to the last layer, for all rows; and from there to logits, for those that are
-        sampled.
-        """
-        rows, sampled = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        # The embedding is scaled by what the model's own type makes of the scale.
-        scale = float(torch.tensor(self._config.embedding_scale, dtype=self.geometry.dtype))
-        operations: list[Operation] = [
-            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale)
-        ]
-        update = Update(None, None)
-        places = {
-            layer: (g, place)
-            for g, group in enumerate(self.groups)
-            for place, layer in enumerate(group.layers)
-        }
-        for i, layer in enumerate(self._layers):
-            operations += self._bind_layer(i, *places[i], layer, rows, update)
-            update = Update(self._update_TH, layer.mlp_update_norm)
-        norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
-        head = self._head.bind(sampled, self._last_SH, self._logits_SV)
-        return Program(rows, operations), Program(sampled, [norm, *head])
-
-    def _bind_layer(
-        self, index: int, group: int, place: int, layer: _Layer, rows: np.ndarray, update: Update
-    ) -> list[Operation]:
-        c, wide, update_TH = self._config, self._wide_TN, self._update_TH
-        rotation = self._rotations[c.rope_of[index]]
-        return [
-            self._norm(rows, update, layer.input_norm, self._x_TH),
-            *layer.qkv.bind(rows, self._x_TH, wide),
-            *self._attention.bind(
-                group,
-                place,
-                rows,
-                wide,
-                layer.qkv.width,
-                rotation.cos,
-                rotation.sin,
-                layer.qk_norms,
-                c.eps,
-                c.windows[index],
-                self._x_TQ,
-            ),
-            *layer.output.bind(rows, self._x_TQ, update_TH),
-            self._norm(
-                rows, Update(update_TH, layer.attention_update_norm), layer.mlp_norm, self._x_TH
-            ),
-            *layer.gate_up.bind(rows, self._x_TH, wide),
-            c.activation.bind(
-                self.geometry.dtype,
-                rows=rows,
-                gate_up=wide,
-                out=self._x_TI,
-                size=c.intermediate_size,
-                stride=layer.gate_up.width,
-                out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
-            ),
-            *layer.down.bind(rows, self._x_TI, update_TH),
-        ]
-
-    def _norm(
-        self,
-        rows: np.ndarray,
-        update: Update,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        index: np.ndarray | None = None,
-    ) -> Operation:
-        return add_rms_norm_kernel.bind(
-            self.geometry.dtype,
-            rows=rows,
-            index=index,
-            hidden=self._hidden_TH,
-            update=update.value_TH,
-            update_weight=update.norm_H,
-            weight=weight,
-            out=out,
-            size=self._config.hidden_size,
-            update_stride=self._update_TH.shape[1],
-            out_bytes=out.stride(0) * out.itemsize,
-            eps=self._config.eps,
-        )
-
-    def forward(self, step: Step) -> torch.Tensor:
-        """float32 logits [len(step.sampled), vocabulary] of the step that the batch has prepared.
-
-        Valid until the next call.
-        """
-        self._rotate(step.num_tokens)
-        self._attention.prepare(step)
-        self._body.run(step.num_tokens)
-        return self.logits(len(step.sampled))
-
-    def logits(self, num_tokens: int) -> torch.Tensor:
-        """The same for the tokens of this step that batch.last names, each at most once a step."""
-        if num_tokens:
-            self._tail.run(num_tokens)
-        return self._logits_SV[:num_tokens, : self._config.vocab_size]
-
-    def _rotate(self, tokens: int) -> None:
-        positions = torch.from_numpy(self._batch.positions[:tokens]).float()
-        for rotation in self._rotations:
-            rotation.turn(positions)
 
 
 LLAMA = Family(qkv_bias=None, output_bias=None, mlp_bias=None)

@@ -157,4 +157,4 @@ def test_configs_that_are_refused(folder, hand, changes, parts):
 
 def test_every_architecture_is_there():
     for architecture in MODELS:
-        assert find_model(architecture).load
+        assert find_model(architecture).check
