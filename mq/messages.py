@@ -108,6 +108,7 @@ class Generate(Message, tag="generate"):
 
     resume: at a takeover, every choice that is still open; those not named here have ended. Empty
         for a request of which nothing has come yet: all its choices begin at their beginning.
+    priority: the lower, the more urgent (scheduling_policy "priority"; 0 for all with "fcfs").
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class Generate(Message, tag="generate"):
     arrival: float
     cache_salt: str = ""
     resume: list[Resume] = []
+    priority: int = 0
 
 
 class Abort(Message, tag="abort"):
@@ -185,6 +187,7 @@ class AddRequest(Message, tag="add"):
     cache_salt: str = ""
     bad_words: list[bytes] = []  # i32[length of the word] each
     resume: list[Resume] = []  # as in Generate
+    priority: int = 0  # likewise
 
 
 class AbortRequest(Message, tag="abort"):

@@ -33,7 +33,7 @@ from ...mq.config import EngineConfig, ModelSpec
 from ..core import PeerLost, Send
 from .kv_cache import KVCache
 from .outbox import Outbox
-from .packed import packed
+from .packed import Repacker, packed
 from .planner import Planner
 from .request import Request
 from .sequence import Sequence
@@ -64,6 +64,7 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._next_stream = count()
         self._in_flight: dict[int, Step] = {}
+        self._pack_rows = Repacker()
         self._pings: list[messages.Ping] = []  # that wait for a plan
         # A client's PeerLost and AbortClient: the first that came, until the other does.
         self._lost_clients: set[int] = set()
@@ -148,15 +149,16 @@ class SchedulerCore:
         planner = self.planner
         sequences = self._streams.values()
         self.kv.check(sequences)
-        rows = [sequence.row for sequence in planner.running.values()]
+        rows = [sequence.row for sequence in planner.running]
         assert len(rows) == len(set(rows)), "two sequences have one row"
         held = {s.stream for request in self._requests.values() for s in request.held}
         early = {stream for stream in self._streams if not self.ready}
-        known = {*planner.running, *planner.forks, *planner.waiting, *held, *early}
+        planned = {s.stream for s in (*planner.running, *planner.forks, *planner.waiting)}
+        known = planned | held | early
         assert known == set(self._streams), "a stream is lost, or kept after its end"
         assert known == {stream for request in self._requests.values() for stream in request.open}
         for sequence in sequences:
-            running = sequence.stream in planner.running
+            running = sequence in planner.running
             assert (sequence.row >= 0) == running
             assert not (running and sequence.copy_source), "its copy is made, and the source held"
 
@@ -173,7 +175,7 @@ class SchedulerCore:
             pings.clear()
         in_flight[step.number] = step
         self._num_steps += 1
-        return [Send("workers", step.plan(removed))]
+        return [Send("workers", step.plan(removed, self._pack_rows))]
 
     def _add(self, message: messages.AddRequest) -> None:
         old = self._requests.get(message.request_id)

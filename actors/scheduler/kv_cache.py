@@ -63,6 +63,14 @@ class KVCache:
         sequence.num_computed = sequence.capacity
         return True
 
+    def fits_beside(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether `admit` would succeed if nobody but these held blocks."""
+        held = {block for other in others for block in (*other.block_ids, other.copy_source)}
+        held.discard(NULL_BLOCK)
+        num_shared = sum(block in held for block in self._cached_prefix(sequence))
+        needed = -(-len(sequence.tokens) // self.block_size) - num_shared
+        return len(held) + needed <= self.pool.num_usable
+
     def grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Give it blocks for so many tokens. Returns how many are new, or -1: too few are free."""
         pool, blocks = self.pool, sequence.block_ids

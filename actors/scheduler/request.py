@@ -11,7 +11,7 @@ from .sequence import Sequence
 class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one; none
     of a request that is resumed, whose choices have nothing more in common than their prompt.
-    counted: the prompt is in the statistics.
+    counted: the prompt is in the statistics. priority: the lower, the more urgent.
     """
 
     __slots__ = (
@@ -23,6 +23,7 @@ class Request:
         "incarnation",
         "open",
         "params",
+        "priority",
         "prompt",
         "request_id",
         "salt",
@@ -40,6 +41,7 @@ class Request:
         self.arrival = message.arrival
         self.incarnation = message.incarnation
         self.client = message.output.client
+        self.priority = message.priority
         self.counted = False
         self.params = params
         self.bad_words = message.bad_words

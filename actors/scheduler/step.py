@@ -8,8 +8,10 @@ plan of s, if that one still has it since then.
 from __future__ import annotations
 
 from ...mq import messages
-from .packed import packed
+from .packed import Repacker, packed
 from .sequence import Sequence
+
+_ONE = packed([1])
 
 
 class Step:
@@ -71,7 +73,8 @@ class Step:
             )
         )
 
-    def plan(self, removed: list[int]) -> messages.StepPlan:
+    def plan(self, removed: list[int], pack_rows: Repacker) -> messages.StepPlan:
+        num_rows = len(self.sequences)
         return messages.StepPlan(
             step=self.number,
             removed=packed(removed),
@@ -80,8 +83,8 @@ class Step:
             block_ids=packed([block for _, block in self.appended]),
             copy_from=packed([source for source, _ in self.copies]),
             copy_to=packed([target for _, target in self.copies]),
-            rows=packed(list(self.sequences)),
-            num_tokens=packed(self.num_tokens),
+            rows=pack_rows(list(self.sequences)),
+            num_tokens=packed(self.num_tokens) if self.num_prefills else _ONE * num_rows,
         )
 
     def is_current(self, sequence: Sequence, row: int) -> bool:

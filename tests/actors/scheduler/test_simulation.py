@@ -16,6 +16,7 @@ class Client:
         self.engine = engine
         self.rng = rng
         self.left = num_requests
+        self.urgent = engine.config.scheduling_policy == "priority"
         self.sent = []  # (request id, incarnation)
         longest = engine.core.kv.num_slots - 1
         self.longest = min(longest, 40)
@@ -46,6 +47,7 @@ class Client:
             max_tokens=rng.choice([1, 2, 5, 12, 30, None]),
             min_tokens=rng.choice([0, 0, 1]),
             stop_token_ids=rng.sample(range(250, 1000), 10),
+            priority=rng.choice([0, 1, 1, 4]) if self.urgent else 0,
         )
         self.sent.append((request_id, incarnation))
 
@@ -79,6 +81,15 @@ OPTIONS = {
     "blocks of one": {"num_gpu_blocks_override": 40, "block_size": 1},
     "short chunks": {**TIGHT, "long_prefill_token_threshold": 4, "max_steps_in_flight": 2},
     "one row": {**TIGHT, "max_num_seqs": 1},
+    "tight, priorities": {**TIGHT, "scheduling_policy": "priority"},
+    "tight, priorities, ahead, few partial": {
+        **TIGHT,
+        "scheduling_policy": "priority",
+        "max_steps_in_flight": 2,
+        "long_prefill_token_threshold": 6,
+        "max_num_partial_prefills": 2,
+        "max_long_partial_prefills": 1,
+    },
 }
 
 
