@@ -84,9 +84,12 @@ class AsyncLLM:
         prompt: UserPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, each time there is more; or what `sampling_params.output_kind` says.
 
+        priority: the lower, the more urgent; for engines with scheduling_policy="priority".
         Leaving the loop early aborts the request.
 
         Raises InvalidRequestError, RequestFailedError, OverloadedError, EngineDeadError.
@@ -95,7 +98,7 @@ class AsyncLLM:
         def read() -> ReadPrompt:
             return read_prompt(prompt, self.spec.vocab_size)
 
-        return self._outputs(read, sampling_params, request_id)
+        return self._outputs(read, sampling_params, request_id, priority)
 
     def chat(
         self,
@@ -107,6 +110,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation."""
 
@@ -120,7 +124,7 @@ class AsyncLLM:
             )
             return ReadPrompt(prompt)
 
-        return self._outputs(read, sampling_params, request_id)
+        return self._outputs(read, sampling_params, request_id, priority)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the ids given to `generate`: each yields what it has, as aborted.
@@ -180,7 +184,14 @@ class AsyncLLM:
         if spec is None:
             spec = await asyncio.to_thread(self.resolve)
         connection = await EngineConnection.launch(config, spec, self._progressed)
-        client = EngineClient(spec, connection.send, 0, config.max_num_queued_reqs, config.seed)
+        client = EngineClient(
+            spec,
+            connection.send,
+            0,
+            config.max_num_queued_reqs,
+            config.seed,
+            config.scheduling_policy,
+        )
         connection.attach(
             client.deliver,
             client.fail_all,
@@ -200,6 +211,7 @@ class AsyncLLM:
         read: Callable[[], ReadPrompt],
         params: SamplingParams | None,
         request_id: str | None,
+        priority: int,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.start()
         asked = read()
@@ -211,7 +223,7 @@ class AsyncLLM:
         kind = params.output_kind
         once = kind is RequestOutputKind.FINAL_ONLY
         output = OutputSpec(client=self.client.index, delta=not once)
-        with self.client.submit(asked.prompt, params, output) as handle:
+        with self.client.submit(asked.prompt, params, output, priority=priority) as handle:
             name = request_id or handle.request_id
             self._named[name] = handle
             builder = RequestBuilder(handle, asked.text, name)

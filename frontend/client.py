@@ -45,7 +45,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..mq.config import ModelSpec
-from ..mq.errors import EngineDeadError, OverloadedError, RingcastError
+from ..mq.errors import EngineDeadError, InvalidRequestError, OverloadedError, RingcastError
 from ..mq.messages import (
     Accepted,
     Chunks,
@@ -66,6 +66,7 @@ from .pulse import Pulse
 from .takeover import Takeover
 
 TOKENIZER = "tokenizer.0"
+_PRIORITIES = 1 << 63  # as far as a message's integers go
 _DRAINING = "the server is shutting down and takes no new requests"
 
 
@@ -75,6 +76,7 @@ class EngineClient:
     send: `send(to, message)` to an actor of the engine; must not block.
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
+    policy: the engine's scheduling_policy, "fcfs" or "priority".
     draining: set it, and new requests are refused. dead: what `fail_all` was told.
     """
 
@@ -85,12 +87,14 @@ class EngineClient:
         index: int = 0,
         max_num_queued_reqs: int = 2048,
         seed: int | None = None,
+        policy: str = "fcfs",
     ) -> None:
         self.spec = spec
         self.index = index
         self.max_num_queued_reqs = max_num_queued_reqs
         self.draining = False
         self.dead: EngineDeadError | None = None
+        self._policy = policy
         self._send_to = send
         self._ledger: dict[str, RequestHandle] = {}
         self._takeover = Takeover(self._send)
@@ -121,12 +125,15 @@ class EngineClient:
         *,
         cache_salt: str = "",
         mailbox: Mailbox | None = None,
+        priority: int = 0,
     ) -> RequestHandle:
         """Send a request to the engine, at once or when all of it is up again.
 
-        Without `output`, each choice comes as raw chunks, few and large. Raises OverloadedError
-        when the engine is full or drains, and EngineDeadError.
+        Without `output`, each choice comes as raw chunks, few and large. priority: the lower, the
+        more urgent. Raises OverloadedError when the engine is full or drains, EngineDeadError, and
+        InvalidRequestError for a priority that has no effect.
         """
+        self._check_priority(priority)
         self._refuse_if_unable()
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
@@ -139,6 +146,7 @@ class EngineClient:
             output=_addressed(output, self.index),
             arrival=time.monotonic(),
             cache_salt=cache_salt,
+            priority=priority,
         )
         parked = bool(self._takeover.down)
         if not parked:
@@ -283,6 +291,19 @@ class EngineClient:
             raise OverloadedError(
                 f"{self.num_open} requests are running or waiting, "
                 "as many as max_num_queued_reqs allows"
+            )
+
+    def _check_priority(self, priority: int) -> None:
+        if type(priority) is not int or not -_PRIORITIES <= priority < _PRIORITIES:
+            raise InvalidRequestError(
+                f"priority must be an integer of 64 bits, got {repr(priority)[:80]}",
+                param="priority",
+            )
+        if priority and self._policy != "priority":
+            raise InvalidRequestError(
+                f"priority must be 0, got {priority}: this engine serves who came first "
+                "(--scheduling-policy fcfs); start it with --scheduling-policy priority",
+                param="priority",
             )
 
     def _send(self, message: ClientToTokenizer) -> None:

@@ -58,17 +58,21 @@ class LLM:
         prompts: UserPrompt | Sequence[UserPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """One result for each prompt, in their order.
 
         prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
         sampling_params: for all prompts, or one for each.
         use_tqdm: show a progress bar.
+        priority: of all prompts, or one for each: the lower, the more urgent. For engines with
+            scheduling_policy="priority".
         Raises InvalidRequestError when any of them can't be served, and then aborts the others.
         """
         given = [prompts] if is_one_prompt(prompts) else prompts
         jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
-        return self._run(jobs, sampling_params, use_tqdm)
+        return self._run(jobs, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -80,6 +84,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several."""
         several = bool(messages) and isinstance(messages[0], list)
@@ -96,7 +101,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(jobs, sampling_params, use_tqdm)
+        return self._run(jobs, sampling_params, use_tqdm, priority)
 
     def beam_search(
         self, prompts: UserPrompt | Sequence[UserPrompt], params: BeamSearchParams
@@ -108,20 +113,32 @@ class LLM:
         """
         given = [prompts] if is_one_prompt(prompts) else prompts
         jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
-        ask = functools.partial(self._run, show_progress=False)
+        ask = functools.partial(self._run, show_progress=False, priority=0)
         return beam_search(jobs, params, self._engine.spec, ask)
 
     def stream(
-        self, prompt: UserPrompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: UserPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Generator[RequestOutput, None, None]:
         """The output of one prompt so far, each time there is more. Closing it aborts the rest."""
-        yield from self._thread.iterate(self._engine.generate(prompt, sampling_params))
+        yield from self._thread.iterate(
+            self._engine.generate(prompt, sampling_params, priority=priority)
+        )
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Generator[RequestOutput, None, None]:
         """As `stream`, for a conversation."""
-        yield from self._thread.iterate(self._engine.chat(messages, sampling_params))
+        yield from self._thread.iterate(
+            self._engine.chat(messages, sampling_params, priority=priority)
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV blocks computed so far: no request sent after this finds any of them.
@@ -160,20 +177,28 @@ class LLM:
         jobs: list[ReadPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
+        priority: int | Sequence[int],
     ) -> list[RequestOutput]:
         each = _one_for_each(params or self.get_default_sampling_params(), len(jobs))
+        priorities = _priority_of_each(priority, len(jobs))
         self._check_alive()
         with GenerateProgress(len(jobs), show_progress) as progress:
-            return self._thread.run(run_batch(self._engine.client, jobs, each, progress))
+            return self._thread.run(
+                run_batch(self._engine.client, jobs, each, priorities, progress)
+            )
 
 
 async def run_batch(
     client: EngineClient,
     jobs: list[ReadPrompt],
     params: list[SamplingParams],
+    priorities: list[int],
     progress: GenerateProgress,
 ) -> list[RequestOutput]:
-    """All results in order. As many requests as the engine takes are in it at any time."""
+    """All results in order. As many requests as the engine takes are in it at any time, the most
+    urgent first.
+    """
+    by_urgency = sorted(range(len(jobs)), key=priorities.__getitem__)
     mailbox = Mailbox()
     builders: dict[str, RequestBuilder] = {}
     places: dict[str, int] = {}
@@ -181,9 +206,11 @@ async def run_batch(
     try:
         while len(outputs) < len(jobs):
             while len(places) < len(jobs) and client.room:
-                place = len(places)
+                place = by_urgency[len(places)]
                 job = jobs[place]
-                handle = client.submit(job.prompt, params[place], mailbox=mailbox)
+                handle = client.submit(
+                    job.prompt, params[place], mailbox=mailbox, priority=priorities[place]
+                )
                 places[handle.request_id] = place
                 builders[handle.request_id] = RequestBuilder(handle, job.text)
             if not builders:
@@ -255,6 +282,21 @@ def _one_for_each(
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(one).__name__}",
                 param="sampling_params",
+            )
+    return each
+
+
+def _priority_of_each(priority: int | Sequence[int], count: int) -> list[int]:
+    each = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"priority must be one, or one for each of the {count} prompts, got {len(each)}",
+            param="priority",
+        )
+    for one in each:
+        if type(one) is not int:
+            raise InvalidRequestError(
+                f"priority must be an integer, got {repr(one)[:80]}", param="priority"
             )
     return each
 

@@ -74,8 +74,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = (
         2048
     )
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Meta(description="who is served first: who came first, or by the requests' priority"),
+    ] = "fcfs"
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one prompt in one step; 0 is only the budget")
+    ] = 0
+    max_num_partial_prefills: Annotated[
+        int,
+        Meta(ge=0, description="most prompts that are computed in parts at a time; 0: no limit"),
+    ] = 0
+    max_long_partial_prefills: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="most of them longer than long_prefill_token_threshold: shorter prompts "
+            "pass the others; 0: no limit",
+        ),
     ] = 0
     max_steps_in_flight: Annotated[
         int,
@@ -151,6 +167,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "0: any death ends everything",
         ),
     ] = 5
+
+    def __post_init__(self) -> None:
+        most, long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        if long and not self.long_prefill_token_threshold:
+            raise ValueError(
+                f"max_long_partial_prefills = {long}: needs long_prefill_token_threshold, above "
+                "which a prompt is long"
+            )
+        if 0 < most < long:
+            raise ValueError(
+                f"max_long_partial_prefills = {long}: must be at most max_num_partial_prefills, "
+                f"which is {most}"
+            )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,6 +109,7 @@ class Generate(Message, tag="generate"):
 
     resume: at a takeover, every choice that is still open; those not named here have ended. Empty
         for a request of which nothing has come yet: all its choices begin at their beginning.
+    priority: the lower, the more urgent (scheduling_policy "priority"; 0 for all with "fcfs").
     """
 
     request_id: str
@@ -119,6 +120,7 @@ class Generate(Message, tag="generate"):
     arrival: float
     cache_salt: str = ""
     resume: list[Resume] = []
+    priority: int = 0
 
 
 class Abort(Message, tag="abort"):
@@ -198,6 +200,7 @@ class AddRequest(Message, tag="add"):
     cache_salt: str = ""
     resume: list[Resume] = []  # as in Generate
     bad_words: list[bytes] = []  # i32[length of the word] each
+    priority: int = 0  # likewise
 
 
 class AbortRequest(Message, tag="abort"):

@@ -22,6 +22,7 @@ from pathlib import Path
 import bench_faults
 import bench_mq
 import bench_perplexity
+import bench_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -255,6 +256,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 BENCHMARKS = {
     "mq": (bench_mq.run, bench_mq.add_arguments),
     "faults": (bench_faults.run, bench_faults.add_arguments),
+    "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
     "decode": (decode, add_decode_arguments),
     "startup": (startup, add_server_arguments),

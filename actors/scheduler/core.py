@@ -37,7 +37,7 @@ from ...mq.kv_groups import longest_chunk
 from ..core import PeerLost, Send
 from .kv_cache import KVCache
 from .outbox import Outbox
-from .packed import packed
+from .packed import Repacker, packed
 from .planner import Planner
 from .request import Request
 from .sequence import Sequence
@@ -72,6 +72,7 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._next_stream = count()
         self._in_flight: dict[int, Step] = {}
+        self._pack_rows = Repacker()
         self._pings: list[messages.Ping] = []  # that wait for a plan
         # A client's PeerLost and AbortClient: the first that came, until the other does.
         self._lost_clients: set[int] = set()
@@ -161,18 +162,19 @@ class SchedulerCore:
         planner = self.planner
         sequences = self._streams.values()
         self.kv.check(sequences)
-        rows = [sequence.row for sequence in planner.running.values()]
+        rows = [sequence.row for sequence in planner.running]
         assert len(rows) == len(set(rows)), "two sequences have one row"
         held = {s.stream for request in self._requests.values() for s in request.held}
         early = {stream for stream in self._streams if not self.ready}
-        known = {*planner.running, *planner.forks, *planner.waiting, *held, *early}
+        planned = {s.stream for s in (*planner.running, *planner.forks, *planner.waiting)}
+        known = planned | held | early
         assert known == set(self._streams), "a stream is lost, or kept after its end"
         assert known == {stream for request in self._requests.values() for stream in request.open}
         for sequence in sequences:
-            running = sequence.stream in planner.running
+            running = sequence in planner.running
             assert (sequence.row >= 0) == running
             assert not (running and sequence.copy_sources), "its copy is made, and the source held"
-        for sequence in planner.running.values():
+        for sequence in planner.running:
             ahead = sequence.num_computed - len(sequence.tokens) + 1
             assert ahead <= len(self._in_flight), "more of its tokens are awaited than steps"
             assert sequence.num_computed < sequence.max_length, "it is computed beyond its end"
@@ -191,7 +193,7 @@ class SchedulerCore:
             pings.clear()
             in_flight[number] = step
             self._num_steps += 1
-            sends.append(Send("workers", step.plan(removed)))
+            sends.append(Send("workers", step.plan(removed, self._pack_rows)))
         return sends
 
     def _add(self, message: messages.AddRequest) -> None:

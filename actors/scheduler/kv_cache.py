@@ -96,6 +96,14 @@ class KVCache:
         sequence.num_computed = sequence.capacity
         return True
 
+    def fits_beside(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether `admit` would succeed if nobody but these held blocks."""
+        held = {block for other in others for block in (*other.block_ids, *other.copy_sources)}
+        held.discard(NULL_BLOCK)
+        hits = self._cached_prefix(sequence)
+        idle_hits = len({*hits} - held - {NULL_BLOCK})
+        return len(held) + idle_hits + self._needed(sequence, hits) <= self.pool.num_usable
+
     def grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Give it blocks for so many tokens. Returns how many are new, or -1: too few are free."""
         pool, blocks = self.pool, sequence.block_ids

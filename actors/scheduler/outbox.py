@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ...mq import codec, messages
-from .packed import packed
+from .packed import Repacker, packed
 
 
 class Outbox:
     """The core appends to the lists; `drain` makes messages of them, with one StreamStep."""
 
     def __init__(self) -> None:
+        self._pack_streams = Repacker()
         self._clear()
 
     def add_logprobs(
@@ -43,7 +44,7 @@ class Outbox:
         if self.streams or self.ends or self._prompt_logprobs:
             out.append(
                 messages.StreamStep(
-                    streams=packed(self.streams),
+                    streams=self._pack_streams(self.streams),
                     token_index=packed(self.token_index),
                     token_ids=packed(self.token_ids),
                     ends=self.ends,

@@ -1,36 +1,48 @@
 """Who computes what in the next step.
 
-First come, first served, under three limits: rows (max_num_seqs), tokens of one step
-(max_num_batched_tokens) and KV blocks.
+Sequences are served in their order (order.py: by priority, then first come, first served) under
+three limits: rows (max_num_seqs), tokens of one step (max_num_batched_tokens) and KV blocks.
 
-1. Running sequences go first, in the order in which they came, each with the tokens it has left to
-   compute: one while it decodes, be it known or in flight, more (a chunk of at most
-   long_prefill_token_threshold) until its prompt is done. One whose last token is in flight has
-   none: no step is ever planned beyond a length that is known before.
-2. One that needs a block when none is free takes it from the last to come: forks give up theirs,
-   then the last running sequence is preempted. It loses row and blocks and goes to the head of the
-   waiting queue, to be computed again from its tokens; its full blocks stay in the prefix cache
-   until they're needed. It waits there, and all behind it, for its tokens in flight.
-3. Forks enter, each with its last prompt token. A fork that finds no row or budget waits at the
-   head of the queue instead.
-4. Waiting sequences enter while rows, budget and blocks last. One enters only if all its tokens fit
-   at that moment.
+1. Running sequences go first, in order, each with the tokens it has left to compute: one while it
+   decodes, be it known or in flight, more (a chunk of at most long_prefill_token_threshold) until
+   its prompt is done. One whose last token is in flight has none: no step is ever planned beyond a
+   length that is known before.
+2. One that needs a block when none is free takes it from the last in order of all that have some: a
+   fork, or a running sequence, which may be itself. That is preempted: it loses row and blocks and
+   goes back to its place in the waiting queue, to be computed again from its tokens; its full
+   blocks stay in the prefix cache until they're needed.
+3. Forks enter, each with its last prompt token. A fork that finds no row or budget waits instead.
+4. Waiting sequences enter in order while rows, budget and blocks last. One enters only if all its
+   tokens fit at that moment, and none of them is in flight any more. Nobody passes the first one,
+   but for rule 6.
+5. Waiting sequences of a higher priority than some that run go before those in the step, and take
+   row and blocks from them, the last first, if with that they can enter. Never from their equals.
+6. A prompt is *partial* when a step computes a part of it and leaves a part. With
+   max_num_partial_prefills of them in the step, a sequence enters only if all its tokens, cached or
+   not, can be computed at once. It is *long* with more tokens than long_prefill_token_threshold.
+   With max_long_partial_prefills long ones among the partial, no other long one enters, and shorter
+   ones pass it. Only what comes earlier in the step counts: the urgent don't wait for the others.
 
-No sequence is ever longer than all blocks together (core.py sees to it), so the oldest always gets
-on.
+Nothing starves under fcfs. No sequence is ever longer than all blocks together (core.py sees to
+it), so the first in order always gets on, and who waits is passed by others only while long prompts
+that came before are being computed: it enters after so many steps as those before it may take. It
+is the same among equals under "priority". Lower priorities get what the higher ones leave: they
+wait, and lose what they have computed, as long as higher ones come fast enough to fill the engine.
 
 Blocks and rows are free for others as soon as their sequence leaves, even while a step that uses
 them is in flight. That is safe because the workers execute plans in order: whoever gets them next
 gets them in a later plan, which starts when that step has done its last write. And what that step
-writes is never shared: a block is registered only when its step's output is back.
+writes is never shared: a block is registered only when its step's output is back. Within a plan,
+who is preempted has not been planned: it comes later in the order than everybody who has.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_right
 
 from ...mq.config import EngineConfig
 from .kv_cache import KVCache
+from .order import Ordered, WaitingQueue, place_of, priority_of
 from .sequence import NEVER, Sequence
 from .step import Step
 
@@ -39,44 +51,46 @@ class Planner:
     """Owns all sequences that are waiting, forking or running, and the rows."""
 
     def __init__(self, config: EngineConfig, kv: KVCache) -> None:
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by stream, as are the others
-        self.forks: dict[int, Sequence] = {}
-        self.running: dict[int, Sequence] = {}
+        self.forks = Ordered()
+        self.running = Ordered()
         self.preemptions = self.mixed_steps = self.chunked_prefills = self.num_forks = 0
         self.scheduled_tokens = self.prefix_queries = self.prefix_hits = self.prompt_tokens = 0
         self._kv = kv
         self._budget = config.max_num_batched_tokens
         self._threshold = config.long_prefill_token_threshold or NEVER
+        self._max_partial = config.max_num_partial_prefills or NEVER
+        self._max_long_partial = config.max_long_partial_prefills or NEVER
+        self.waiting = WaitingQueue(self._threshold)
         self._free_rows = list(reversed(range(config.max_num_seqs)))
         self._removed: list[int] = []  # since the last plan
         self._number = self._oldest = 0  # the step that is planned, the oldest that is not back
 
     def add(self, sequence: Sequence) -> None:
-        """At the end of the queue. Its tokens are its own from here on."""
+        """To its place in the queue. Its tokens are its own from here on."""
         sequence.tokens = sequence.tokens.copy()
-        self.waiting[sequence.stream] = sequence
+        self.waiting.add(sequence)
 
     def fork(self, source: Sequence, siblings: list[Sequence]) -> None:
         """The source has its whole prompt computed: its siblings start from there.
 
         If it has been preempted meanwhile, its blocks are gone, and they wait as it does.
         """
-        waiting = []
         for sibling in siblings:
             sibling.tokens = sibling.tokens.copy()
             sibling.num_cached = source.num_cached
             if source.row >= 0 and self._kv.fork(source, sibling):
-                self.forks[sibling.stream] = sibling
+                self.forks.add(sibling)
             else:
-                waiting.append(sibling)
-        self._put_first(waiting)
+                self.waiting.add(sibling)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, in whatever state it was."""
         if sequence.row >= 0:
             self._leave(sequence)
-        elif self.forks.pop(sequence.stream, None) is None:
-            self.waiting.pop(sequence.stream, None)
+        elif sequence in self.forks:
+            self.forks.remove(sequence)
+        else:
+            self.waiting.discard(sequence)
         self._kv.release(sequence)
 
     def plan(
@@ -89,7 +103,7 @@ class Planner:
         """
         self._number, self._oldest = number, oldest
         step = Step(number)
-        budget = self._plan_running(step)
+        budget = self._plan_by_priority(step)
         if self.forks:
             budget = self._plan_forks(step, budget)
         if self.waiting:
@@ -100,13 +114,28 @@ class Planner:
         removed, self._removed = self._removed, []
         return step, removed
 
-    def _plan_running(self, step: Step) -> int:
+    def _plan_by_priority(self, step: Step) -> int:
+        """Running sequences, and before the less urgent of them those that wait (rule 5)."""
+        budget, running = self._budget, list(self.running)
+        while running and (urgent := self._first_waiting(step)) is not None:
+            end = bisect_right(running, priority_of(urgent), key=priority_of)
+            budget = self._plan_running(step, budget, running[:end])
+            running = running[end:]
+            if running:
+                before = priority_of(running[0])
+                budget = self._plan_waiting(step, budget, before)
+                urgent = self._first_waiting(step)
+                if urgent is not None and priority_of(urgent) < before:
+                    break  # it can't enter
+        return self._plan_running(step, budget, running)
+
+    def _plan_running(self, step: Step, budget: int, running: list[Sequence]) -> int:
         """Returns the budget that is left. A hot loop, so decoding is written out here."""
-        budget = self._budget
         sequences, num_tokens = step.sequences, step.num_tokens
-        for sequence in list(self.running.values()):
+        for sequence in running:
             # Without a row it was preempted for an earlier one, and so were all that come after it.
-            if not budget or sequence.row < 0:
+            row = sequence.row
+            if not budget or row < 0:
                 break
             computed = sequence.num_computed
             count = len(sequence.tokens) - computed
@@ -117,7 +146,7 @@ class Planner:
                 if end > sequence.capacity and not self._make_room(step, sequence, end):
                     break
                 sequence.num_computed = end
-                sequences[sequence.row] = sequence
+                sequences[row] = sequence
                 num_tokens.append(1)
                 budget -= 1
             else:
@@ -131,24 +160,17 @@ class Planner:
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for so many tokens, if need be those of the last. False if it is the last."""
         while (grown := self._kv.grow(sequence, num_tokens)) < 0:
-            if self.forks:
-                _, fork = self.forks.popitem()
-                self._kv.release(fork)
-                self._put_first([fork])
-                continue
-            _, last = next(reversed(self.running.items()))
-            self._preempt(last)
-            if last is sequence:
+            if self._preempt_last() is sequence:
                 return False
         if grown:
             step.appended += [(sequence.row, block) for block in sequence.block_ids[-grown:]]
         return True
 
     def _plan_forks(self, step: Step, budget: int) -> int:
-        late = []
-        for fork in self.forks.values():
+        for fork in self.forks:
             if not budget or not self._free_rows:
-                late.append(fork)
+                self._kv.release(fork)
+                self.waiting.add(fork)
                 continue
             self._enter(step, fork)
             if sources := fork.copy_sources:
@@ -158,48 +180,80 @@ class Planner:
             budget -= 1
             self.num_forks += 1
         self.forks.clear()
-        for fork in late:
-            self._kv.release(fork)
-        self._put_first(late)
         return budget
 
-    def _plan_waiting(self, step: Step, budget: int) -> None:
-        kv, waiting = self._kv, self.waiting
-        while waiting and budget and self._free_rows:
-            sequence = next(iter(waiting.values()))
-            if sequence.preempted_in > self._oldest or not kv.admit(sequence):
+    def _plan_waiting(self, step: Step, budget: int, before: int | None = None) -> int:
+        """Returns the budget that is left.
+
+        before: only those of a higher priority than this. They may preempt.
+        """
+        while budget and (sequence := self._first_waiting(step)) is not None:
+            if before is not None and priority_of(sequence) >= before:
                 break
-            del waiting[sequence.stream]
-            count = min(len(sequence.tokens) - sequence.num_computed, budget, self._threshold)
-            grown = kv.grow(sequence, sequence.num_computed + count)
+            if sequence.preempted_in > self._oldest:  # some of its tokens may be in flight
+                break
+            most = min(budget, self._threshold)
+            if len(sequence.tokens) > most and len(step.chunks) >= self._max_partial:
+                break
+            if not self._admit(sequence, preempt=before is not None):
+                break
+            self.waiting.take(sequence)
+            count = min(len(sequence.tokens) - sequence.num_computed, most)
+            grown = self._kv.grow(sequence, sequence.num_computed + count)
             assert grown >= 0, "admitted without blocks"
             self._count_entry(sequence)
             self._enter(step, sequence)
             step.compute(sequence, count)
             budget -= count
+        return budget
+
+    def _first_waiting(self, step: Step) -> Sequence | None:
+        is_long = self.waiting.is_long
+        num_long = sum(is_long(sequence) for sequence, _ in step.chunks)
+        return self.waiting.first(long_too=num_long < self._max_long_partial)
+
+    def _admit(self, sequence: Sequence, preempt: bool) -> bool:
+        """Whether there is a row, and it has been given the cached part of its blocks."""
+        if self._free_rows and self._kv.admit(sequence):
+            return True
+        if not preempt or not self._may_take(sequence):
+            return False
+        while not (self._free_rows and self._kv.admit(sequence)):
+            self._preempt_last()
+        return True
+
+    def _may_take(self, sequence: Sequence) -> bool:
+        """Whether it could enter in place of those of a lower priority."""
+        priority = priority_of(sequence)
+        if not self._free_rows and priority_of(self.running.last) <= priority:
+            return False
+        holders = (*self.running, *self.forks)
+        return self._kv.fits_beside(sequence, [s for s in holders if priority_of(s) <= priority])
 
     def _enter(self, step: Step, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
-        self.running[sequence.stream] = sequence
+        self.running.add(sequence)
         step.enter(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        del self.running[sequence.stream]
+        self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         self._removed.append(sequence.row)
         sequence.row = -1
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions += 1
-        sequence.preempted_in = self._number
-        self._leave(sequence)
-        self._kv.release(sequence)
-        self._put_first([sequence])
-
-    def _put_first(self, sequences: list[Sequence]) -> None:
-        for sequence in reversed(sequences):
-            self.waiting[sequence.stream] = sequence
-            self.waiting.move_to_end(sequence.stream, last=False)
+    def _preempt_last(self) -> Sequence:
+        """Take row and blocks from the last in order of all that have blocks; returns it."""
+        running, forks = self.running, self.forks
+        last = max((holders.last for holders in (running, forks) if holders), key=place_of)
+        if last.row < 0:
+            forks.remove(last)
+        else:
+            self.preemptions += 1
+            last.preempted_in = self._number
+            self._leave(last)
+        self._kv.release(last)
+        self.waiting.add(last)
+        return last
 
     def _count_entry(self, sequence: Sequence) -> None:
         if sequence.num_cached >= 0:  # it has been here before, or what it forked from has

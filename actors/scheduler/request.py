@@ -12,7 +12,7 @@ class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one; none
     of a request that is resumed, whose choices have nothing more in common than their prompt.
     counted: the prompt is in the statistics. hashes: of the prompt's full blocks, once they were
-    asked for.
+    asked for. priority: the lower, the more urgent.
     """
 
     __slots__ = (
@@ -25,6 +25,7 @@ class Request:
         "incarnation",
         "open",
         "params",
+        "priority",
         "prompt",
         "request_id",
         "salt",
@@ -42,6 +43,7 @@ class Request:
         self.arrival = message.arrival
         self.incarnation = message.incarnation
         self.client = message.output.client
+        self.priority = message.priority
         self.counted = False
         self.hashes: list[bytes] = []
         self.params = params

@@ -31,6 +31,8 @@ NEVER = 1 << 62  # a length that no sequence reaches
 class Sequence:
     """tokens: prompt, then output; a held sequence has its request's own list, which must not grow.
         The first num_resumed tokens of the output came with the request.
+    place: in the order in which sequences are served: (priority of its request, stream). Streams
+        are given out in the order in which requests come.
     num_computed: how many have their KV once all plans sent so far are executed.
     max_length, min_length: len(tokens) at which it ends, and below which no stop id ends it.
     num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
@@ -62,6 +64,7 @@ class Sequence:
         "num_prompt",
         "num_registered",
         "num_resumed",
+        "place",
         "preempted_in",
         "request",
         "row",
@@ -81,6 +84,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.stream = stream
+        self.place = (request.priority, stream)
         self.choice = choice
         self.stop_ids = stop_ids
         self.tokens = request.prompt + resumed if resumed else request.prompt

@@ -9,8 +9,10 @@ before this output did (planner.py), and the tokens are its next ones all the sa
 from __future__ import annotations
 
 from ...mq import messages
-from .packed import packed
+from .packed import Repacker, packed
 from .sequence import Sequence
+
+_ONE = packed([1])
 
 
 class Step:
@@ -72,7 +74,8 @@ class Step:
             )
         )
 
-    def plan(self, removed: list[int]) -> messages.StepPlan:
+    def plan(self, removed: list[int], pack_rows: Repacker) -> messages.StepPlan:
+        num_rows = len(self.sequences)
         return messages.StepPlan(
             step=self.number,
             removed=packed(removed),
@@ -81,6 +84,6 @@ class Step:
             block_ids=packed([block for _, block in self.appended]),
             copy_from=packed([source for source, _ in self.copies]),
             copy_to=packed([target for _, target in self.copies]),
-            rows=packed(list(self.sequences)),
-            num_tokens=packed(self.num_tokens),
+            rows=pack_rows(list(self.sequences)),
+            num_tokens=packed(self.num_tokens) if self.num_prefills else _ONE * num_rows,
         )

@@ -140,6 +140,7 @@ class TokenizerCore:
             cache_salt=request.cache_salt,
             bad_words=bad_words,
             resume=request.resume,
+            priority=request.priority,
         )
 
     def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:

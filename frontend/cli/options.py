@@ -58,18 +58,26 @@ def read_options(args: argparse.Namespace, kind: type[T]) -> T:
     """
     names = {field.name for field in _fields(kind)}
     in_file = {k: v for k, v in _read_file(args).items() if k in names}
-    if in_file:
-        try:
-            build(kind, in_file)
-        except ConfigError as error:
-            raise ConfigError(f"{args.config_file}: {error}") from None
     given = {k: v for k, v in vars(args).items() if k in names}
     argument = getattr(args, "model_argument", None) if "model" in names else None
     if argument is not None:
         if given.get("model", argument) != argument:
             raise ConfigError(f"two models: {argument!r} and --model {given['model']!r}")
         given["model"] = argument
-    return build(kind, {**in_file, **given})
+    try:
+        return build(kind, {**in_file, **given})
+    except ConfigError:
+        _check_file(args, in_file, kind)
+        raise
+
+
+def _check_file(args: argparse.Namespace, options: dict[str, Any], kind: type[T]) -> None:
+    """Raise the ConfigError of a file that is at fault by itself."""
+    if options:
+        try:
+            build(kind, options)
+        except ConfigError as error:
+            raise ConfigError(f"{args.config_file}: {error}") from None
 
 
 def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:

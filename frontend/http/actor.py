@@ -34,7 +34,12 @@ class ApiServer(Actor):
         index = int(boot.actor.partition(".")[2])
         engine = boot.engine
         self._client = EngineClient(
-            boot.spec, self.links.send, index, engine.max_num_queued_reqs, engine.seed
+            boot.spec,
+            self.links.send,
+            index,
+            engine.max_num_queued_reqs,
+            engine.seed,
+            engine.scheduling_policy,
         )
         app = make_app(self._client, boot.spec, boot.server, self._ask_status)
         self._runner = web.AppRunner(

@@ -81,7 +81,12 @@ class Generation:
                 null_usage=request.include_usage,
             )
             handle = self._client.submit(
-                prompt, params, output, cache_salt=request.cache_salt, mailbox=self._mailbox
+                prompt,
+                params,
+                output,
+                cache_salt=request.cache_salt,
+                mailbox=self._mailbox,
+                priority=request.priority,
             )
             self._handles.append(handle)
 

@@ -47,7 +47,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "priority": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
@@ -101,6 +100,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str = ""
+    priority: int = 0
     vllm_xargs: dict[str, Any] | None = None
 
     @property

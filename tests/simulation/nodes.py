@@ -335,6 +335,7 @@ class ClientNode(Node):
             self.index,
             scenario.max_queued,
             seed=scenario.seed,
+            policy=scenario.config.scheduling_policy,
         )
 
     def ping(self, number: int) -> None:

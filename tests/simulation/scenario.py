@@ -43,6 +43,7 @@ class Wish:
     abort_at: float | None
     discard: bool
     poison: int | None = None
+    priority: int = 0
 
 
 @dataclass
@@ -110,6 +111,7 @@ def draw(seed: int) -> Scenario:
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
         max_steps_in_flight=rng.choice([1, 2, 3]),
+        scheduling_policy="fcfs" if seed % 2 else "priority",
         enable_prefix_caching=rng.random() < 0.8,
         step_timeout=3.0 if profile == "storm" else 60.0,
         startup_timeout=100.0,
@@ -150,6 +152,9 @@ def draw(seed: int) -> Scenario:
         for wish in rng.sample(scenario.wishes, rng.choice([1, 1, 2])):
             _poison(rng, wish)
     scenario.faults = _faults(rng, scenario)
+    if config.scheduling_policy == "priority":
+        for wish in scenario.wishes:
+            wish.priority = rng.choice([-1, 0, 0, 7])
     return scenario
 
 

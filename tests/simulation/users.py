@@ -128,6 +128,7 @@ class User:
                 wish.output,
                 cache_salt=wish.salt,
                 mailbox=Inbox(self),
+                priority=wish.priority,
             )
         except OverloadedError:
             self._node = None

@@ -67,11 +67,20 @@ class Engine:
         assert list(self.core.handle(source, message, self.now)) == []
 
     def add(
-        self, request_id, prompt, incarnation=0, cache_salt="", client=0, resume=None, **params
+        self,
+        request_id,
+        prompt,
+        incarnation=0,
+        cache_salt="",
+        client=0,
+        resume=None,
+        priority=0,
+        **params,
     ):
         """resume: the output so far of each choice that goes on."""
         params = SamplingParams(seed=0, **{"max_tokens": 8, **params})
         self.prompts[request_id, incarnation] = list(prompt)
+        resumes = (resume or {}).items()
         self.handle(
             messages.AddRequest(
                 request_id,
@@ -81,10 +90,8 @@ class Engine:
                 messages.OutputSpec(client),
                 0.0,
                 cache_salt,
-                resume=[
-                    messages.Resume(choice, codec.pack(output))
-                    for choice, output in (resume or {}).items()
-                ],
+                resume=[messages.Resume(choice, codec.pack(output)) for choice, output in resumes],
+                priority=priority,
             )
         )
 

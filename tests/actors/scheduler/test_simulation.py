@@ -16,6 +16,7 @@ class Client:
         self.engine = engine
         self.rng = rng
         self.left = num_requests
+        self.urgent = engine.config.scheduling_policy == "priority"
         self.sent = []  # (request id, incarnation)
         self.longest = min(engine.core.kv.num_slots - 1, 40)
         self.stems = [[rng.randrange(1000) for _ in range(self.longest)] for _ in range(3)]
@@ -45,6 +46,7 @@ class Client:
             max_tokens=rng.choice([1, 2, 5, 12, 30, None]),
             min_tokens=rng.choice([0, 0, 1]),
             stop_token_ids=rng.sample(range(250, 1000), 10),
+            priority=rng.choice([0, 1, 1, 4]) if self.urgent else 0,
         )
         self.sent.append((request_id, incarnation))
 
@@ -78,15 +80,31 @@ OPTIONS = {
     "blocks of one": {"num_gpu_blocks_override": 40, "block_size": 1},
     "short chunks": {**TIGHT, "long_prefill_token_threshold": 4, "max_steps_in_flight": 2},
     "one row": {**TIGHT, "max_num_seqs": 1},
+    "tight, priorities": {**TIGHT, "scheduling_policy": "priority"},
+    "tight, priorities, ahead, few partial": {
+        **TIGHT,
+        "scheduling_policy": "priority",
+        "max_steps_in_flight": 2,
+        "long_prefill_token_threshold": 6,
+        "max_num_partial_prefills": 2,
+        "max_long_partial_prefills": 1,
+    },
     "tight, windows": {**TIGHT, "num_gpu_blocks_override": 40},
     "tight, windows, ahead": {**TIGHT, "num_gpu_blocks_override": 32, "max_steps_in_flight": 3},
     "tight, one window": {**TIGHT, "max_num_batched_tokens": 7},
+    "tight, windows, priorities, ahead": {
+        **TIGHT,
+        "num_gpu_blocks_override": 32,
+        "scheduling_policy": "priority",
+        "max_steps_in_flight": 2,
+    },
 }
 # Of the groups of layers, 0 for none.
 WINDOWS = {
     "tight, windows": [0, 6, 6],
     "tight, windows, ahead": [9, 0, 5],
     "tight, one window": [13],
+    "tight, windows, priorities, ahead": [0, 6, 6],
 }
 
 

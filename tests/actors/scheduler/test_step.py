@@ -2,6 +2,7 @@
 
 import pytest
 
+from ringcast.actors.scheduler.packed import Repacker
 from ringcast.actors.scheduler.request import Request
 from ringcast.actors.scheduler.step import Step
 from ringcast.mq import codec, messages
@@ -35,7 +36,7 @@ def test_the_plan_says_it_all(sequence):
     step.appended.append((3, 8))
     step.copies.append((1, 2))
     step.compute(sequence, 10)
-    plan = step.plan([7])
+    plan = step.plan([7], Repacker())
     fields = (plan.removed, plan.block_rows, plan.block_ids, plan.copy_from, plan.copy_to)
     assert [codec.ints(field).tolist() for field in fields] == [[7], [3], [8], [1], [2]]
     assert codec.ints(plan.rows).tolist() == [3]

@@ -40,7 +40,8 @@ TEMPLATE = "{% for message in messages %}<s>{{ message.content }}{% endfor %}"
 
 def generate(prompt: Prompt, **params: Any) -> Generate:
     sampling = SamplingParams(**params)
-    return Generate("r", 3, prompt, sampling, OutputSpec(client=7), arrival=1.5, cache_salt="salt")
+    output = OutputSpec(client=7)
+    return Generate("r", 3, prompt, sampling, output, 1.5, cache_salt="salt", priority=-4)
 
 
 def chat(messages: Any = ({"role": "user", "content": "hi"},), **fields: Any) -> ChatPrompt:
@@ -89,6 +90,7 @@ def test_a_text(driver: Driver) -> None:
         output=OutputSpec(client=7),
         arrival=1.5,
         cache_salt="salt",
+        priority=-4,
     )
     assert list(driver.core.flush(0.0)) == []
     expected = {

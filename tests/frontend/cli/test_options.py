@@ -54,6 +54,10 @@ def every_field() -> Iterator[tuple[type[msgspec.Struct], str, Any]]:
             yield kind, field.name, another(field)
 
 
+# Options that are refused without another one.
+NEEDED = {"max_long_partial_prefills": ["--long-prefill-token-threshold", "8"]}
+
+
 def words_for(name: str, value: Any, space: str) -> list[str]:
     """The command line that gives option `name` this value, with `space` between its words."""
     words = name.split("_")
@@ -73,9 +77,10 @@ def test_every_option_in_every_spelling(
     assert getattr(parse()[place], name) != value
     file = tmp_path / "options.yaml"
     for space in "-_":
-        assert getattr(parse(*words_for(name, value, space))[place], name) == value
+        needed = NEEDED.get(name, [])
+        assert getattr(parse(*needed, *words_for(name, value, space))[place], name) == value
         file.write_text(yaml.safe_dump({name.replace("_", space): value}))
-        assert getattr(parse("--config", str(file))[place], name) == value
+        assert getattr(parse(*needed, "--config", str(file))[place], name) == value
 
 
 def test_defaults_are_the_classes_own() -> None:
