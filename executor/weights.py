@@ -73,19 +73,15 @@ class SafetensorsWeights:
 
 
 class DummyWeights:
-    """Random weights of about the size that trained ones have: the same for the same seed on the
-    same kind of device.
-    """
+    """Random weights of about the size that trained ones have: the same for the same seed."""
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        empty = torch.empty(shape, device=self._device)
-        return empty.normal_(0, 0.02, generator=self._generator)
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(0, 0.02, generator=self._generator)
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         pass

@@ -8,13 +8,32 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.text.logprob_rows import StepLogprobs
 from ringcast.executor.runner import make_runner
+from ringcast.frontend.hub import resolve_model
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.sampling_params import MAX_LOGPROBS, SamplingParams
+
+
+def tiny_engine(folder: Path, **options: Any) -> InProcessEngine:
+    """One with the random weights of the tiny model in `folder`, in float32, with small blocks."""
+    defaults = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "max_model_len": 64,
+        "dtype": "float32",
+        "block_size": 4,
+        "max_num_seqs": 16,
+        "num_threads": 1,
+        "num_gpu_blocks_override": 400,
+    }
+    config = EngineConfig(**(defaults | options))
+    return InProcessEngine(config, resolve_model(config))
 
 
 class InProcessEngine:

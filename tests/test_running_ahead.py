@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessEngine
+from in_process import InProcessEngine, tiny_engine
 from tiny_model import make_tiny_model
 
-from ringcast.frontend.hub import resolve_model
-from ringcast.mq.config import EngineConfig
 from ringcast.mq.sampling_params import SamplingParams
 
 NUM_REQUESTS = 24
@@ -28,18 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(folder: Path, **options: Any) -> InProcessEngine:
-    defaults = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "max_model_len": 48,
-        "dtype": "float32",
-        "block_size": 4,
-        "max_num_seqs": 8,
-        "num_threads": 1,
-        "num_gpu_blocks_override": 200,
-    }
-    config = EngineConfig(**(defaults | options))
-    return InProcessEngine(config, resolve_model(config))
+    return tiny_engine(
+        folder,
+        **({"max_model_len": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 200} | options),
+    )
 
 
 def draw(rng: random.Random, stems: list[list[int]]) -> tuple[list[int], SamplingParams]:

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessEngine
+from in_process import InProcessEngine, tiny_engine
 from tiny_model import make_tiny_model
 
-from ringcast.frontend.hub import resolve_model
-from ringcast.mq.config import EngineConfig
 from ringcast.mq.sampling_params import SamplingParams
 
 NUM_TOKENS = 40
@@ -20,21 +18,6 @@ PROMPT = [10, 20, 30, 40, 50]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def make_engine(folder: Path, **options: Any) -> InProcessEngine:
-    defaults = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "max_model_len": 64,
-        "dtype": "float32",
-        "block_size": 4,
-        "max_num_seqs": 16,
-        "num_threads": 1,
-        "num_gpu_blocks_override": 400,
-    }
-    config = EngineConfig(**(defaults | options))
-    return InProcessEngine(config, resolve_model(config))
 
 
 def generate(engine: InProcessEngine, bad_words: Any = (), **options: Any) -> list[int]:
@@ -48,7 +31,7 @@ def generate(engine: InProcessEngine, bad_words: Any = (), **options: Any) -> li
 
 
 def test_each_option_has_its_effect(folder: Path) -> None:
-    engine = make_engine(folder)
+    engine = tiny_engine(folder)
     plain = generate(engine)
     assert len(set(plain)) < NUM_TOKENS, "a greedy random model that repeats nothing shows nothing"
     allowed = [3, 5, 250]
@@ -63,7 +46,7 @@ def test_each_option_has_its_effect(folder: Path) -> None:
 
 
 def test_a_bad_word_never_comes(folder: Path) -> None:
-    engine = make_engine(folder)
+    engine = tiny_engine(folder)
     plain = generate(engine)
     word = plain[3:6]
     first = next(i for i in range(4) if plain[i : i + 3] == word)
@@ -109,7 +92,7 @@ def test_the_same_tokens_preempted_chunked_and_in_other_batches(
 ) -> None:
     outputs = []
     for changes in ({}, options):
-        engine = make_engine(folder, **changes)
+        engine = tiny_engine(folder, **changes)
         for number, each in enumerate(MIXED):
             params = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **each}
             prompt = [number, 10, 20, 30, 40, 50, 60, 70, 80]
@@ -144,7 +127,7 @@ def test_a_logits_processor_by_its_name(
 ) -> None:
     (tmp_path / "my_processors.py").write_text(PROCESSOR)
     monkeypatch.syspath_prepend(str(tmp_path))
-    engine = make_engine(folder, logits_processors=["my_processors:Even"])
+    engine = tiny_engine(folder, logits_processors=["my_processors:Even"])
     random = {"temperature": 3.0, "seed": 1}
     assert not any(token % 2 for token in generate(engine, extra_args={"even": True}, **random))
     assert any(token % 2 for token in generate(engine, **random))

@@ -1,7 +1,7 @@
 """The Llama family: RMSNorm, rotary attention with grouped heads, gated feed-forward.
 
-What a member is, and nothing of how it runs: executor/cpu_decoder.py and executor/gpu/decoder.py
-run what is declared here. What sets a member apart is in its `Family` at the end, or, where it has
+What a member is, and nothing of how it runs: executor/cpu_decoder.py runs what is declared here.
+What sets a member apart is in its `Family` at the end, or, where it has
 more of its own, in a file of its own (gemma3.py).
 """
 
