@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ SHARED_MEMORY = "/dev/shm/ringcast"
 GRACE_SECONDS = 2.0
 # Threads that libraries start once and keep.
 LIBRARIES = ("tqdm", "zmq", "concurrent", "torch")
+
+
+def pytest_configure() -> None:
+    # A job in a shell's background begins with Ctrl-C ignored, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- markers --------------------------------------------------------------------------------------
