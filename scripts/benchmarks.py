@@ -19,43 +19,15 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import bench_decode
 import bench_faults
 import bench_mq
+import bench_offline
 import bench_perplexity
 import bench_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = Path(__file__).resolve().parent / "peers"
 MODEL = "smollm2-135m-instruct"
-
-
-class Worker:
-    """A process that runs one engine and does the work it's told on stdin."""
-
-    def __init__(self, name: str, command: list[str]) -> None:
-        self.name = name
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._answer()
-
-    def work(self, batch: int, num_in: int, num_out: int, seed: int) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([batch, num_in, num_out, seed]) + "\n")
-        self.process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("@@"):
-                return line[2:].strip()
-        raise SystemExit(f"{self.name} ended with status {self.process.wait()}")
 
 
 def model_folder() -> str:
@@ -63,40 +35,6 @@ def model_folder() -> str:
     from ringcast.mq.config import EngineConfig
 
     return resolve_model(EngineConfig(model=MODEL)).path
-
-
-def decode(args: argparse.Namespace) -> None:
-    """Output tokens per second, offline, at several batch sizes, against transformers' generate."""
-    folder = model_folder()
-    python = [sys.executable, "-P"]
-    workers = [
-        Worker("ringcast", [*python, str(PEERS / "ringcast_worker.py"), MODEL, *args.option]),
-        Worker("transformers", [*python, str(PEERS / "transformers_worker.py"), folder]),
-    ]
-    cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells.split(",")]
-    times: dict[tuple[tuple[int, ...], str], list[float]] = {}
-    for worker in workers:
-        for cell in cells:
-            worker.work(*cell, 0)
-    for number in range(args.rounds):
-        for cell in cells:
-            for worker in workers if number % 2 == 0 else workers[::-1]:
-                times.setdefault((cell, worker.name), []).append(worker.work(*cell, number + 1))
-    for worker in workers:
-        worker.close()
-    print("| batch x in x out | engine | out tok/s: median (range) | ratio to transformers |")
-    print("|---|---|---|---|")
-    for cell in cells:
-        tokens = cell[0] * cell[2]
-        for worker in workers:
-            own = times[cell, worker.name]
-            ratios = [b / a for a, b in zip(own, times[cell, "transformers"], strict=True)]
-            rates = [tokens / t for t in own]
-            print(
-                f"| {'x'.join(map(str, cell))} | {worker.name} | {statistics.median(rates):.1f} "
-                f"({min(rates):.1f} to {max(rates):.1f}) | {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f}) |"
-            )
 
 
 def startup(args: argparse.Namespace) -> None:
@@ -173,13 +111,8 @@ def serving(args: argparse.Namespace) -> None:
 
 
 def _megabytes(pids: dict[str, int]) -> dict[str, int]:
-    sizes = {name: _pss_kilobytes(pid) // 1024 for name, pid in pids.items()}
+    sizes = {name: bench_decode.pss_kilobytes(pid) // 1024 for name, pid in pids.items()}
     return {"all": sum(sizes.values()), **sizes}
-
-
-def _pss_kilobytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -237,16 +170,6 @@ def refuse_untested() -> None:
         )
 
 
-def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--cells", default="1x32x128,8x32x128", help="batch x tokens in x tokens out, by commas"
-    )
-    parser.add_argument(
-        "--option", action="append", default=[], help="name=json, an option of `LLM`"
-    )
-
-
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=8123)
@@ -258,7 +181,8 @@ BENCHMARKS = {
     "faults": (bench_faults.run, bench_faults.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
-    "decode": (decode, add_decode_arguments),
+    "decode": (bench_decode.run, bench_decode.add_arguments),
+    "offline": (bench_offline.run, bench_offline.add_arguments),
     "startup": (startup, add_server_arguments),
     "serving": (serving, add_server_arguments),
     "size": (size, lambda parser: None),

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from interpreted_triton import choose_triton
 
+choose_triton()
 settings.register_profile("ringcast", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ringcast")
 
@@ -32,6 +34,15 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--fail-on-skip", action="store_true", help="a skipped test is a failed one")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and item.config.getoption("--fail-on-skip"):
+        report.outcome = "failed"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
