@@ -42,9 +42,8 @@ class Worker:
         return float(self._answer())
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+        with self.process:  # closes its pipes, and waits
+            pass
 
     def megabytes(self) -> int:
         return sum(pss_kilobytes(pid) for pid in descendants(self.process.pid)) // 1024
@@ -54,7 +53,8 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("@@"):
                 return line[2:].strip()
-        raise SystemExit(f"{self.name} ended with status {self.process.wait()}")
+        self.close()
+        raise SystemExit(f"{self.name} ended with status {self.process.returncode}")
 
 
 def descendants(pid: int) -> list[int]:
