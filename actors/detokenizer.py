@@ -11,4 +11,5 @@ from .text.text_tokenizer import load_tokenizer
 class Detokenizer(Actor):
     def make_core(self) -> Core:
         spec = self.boot.spec
-        return DetokenizerCore(spec, load_tokenizer(spec.tokenizer_path))
+        tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else None
+        return DetokenizerCore(spec, tokenizer)

@@ -11,4 +11,5 @@ from .text.tokenizer_core import TokenizerCore
 class Tokenizer(Actor):
     def make_core(self) -> Core:
         spec = self.boot.spec
-        return TokenizerCore(spec, load_tokenizer(spec.tokenizer_path))
+        tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else None
+        return TokenizerCore(spec, tokenizer)

@@ -1,32 +1,49 @@
 """The worker actor: one rank of the engine. The only actor whose process imports torch.
 
-Its loop is synchronous and has one thing to do: take the next plan, execute it, answer. While it
-waits it spins for some microseconds (a plan follows an output closely when there is work), then
-sleeps on two bells: the plans' and the supervisor's. While the scheduler runs ahead there are more
-plans to take. Each is committed when it is answered, and before the next one is taken, so that the
-place in the channel is the step that runs (stalls.py).
+Its loop is synchronous. It takes a plan as soon as it is there, launches its step, and answers
+steps in their order as they are done. How many it holds is the scheduler's to say, and never more
+than `max_steps_in_flight`: a device that has the next step already never waits for Python.
+
+    no step in flight    spins for some microseconds (a plan follows an output closely when there is
+                         work), then sleeps on two bells: the plans' and the supervisor's
+    steps in flight      looks for the first one's end and for the next plan: again and again for as
+                         long, then with naps between. A device rings no bell, so a nap is a part
+                         of what was waited already: what it adds to a step stays a small part too
+
+Who sees a step that doesn't end: until its plan is committed, the supervisor, by the worker's place
+in the channel (stalls.py). A commit gives up all that was received, and follows each answer. So
+with a runner whose steps are done once launched, and with one step at a time, the place is always
+the step that runs. With several, the plans of those launched behind it go with it; them the worker
+watches itself, and ends by StepTimeoutError. What a dead worker had committed is not missed: its
+scheduler ends with it, and nobody asks for it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import time
+from collections import deque
+from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
-from ..executor.runner import make_runner
+from ..executor.runner import ModelRunner, PendingStep, make_runner
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
-from ..mq.errors import PeerDeadError
+from ..mq.errors import PeerDeadError, StepTimeoutError
 from .boot import Boot
 from .control import Control
 
 SPIN_SECONDS = 50e-6
+NAP_SHARE = 1 / 8  # of what was waited already
+SHORTEST_NAP, LONGEST_NAP = 20e-6, 100e-6
 
 
 class Worker:
-    """Raises out of `run` what broke it: ConfigError while loading, or what a step raised."""
+    """Raises out of `run` what broke it: ConfigError while loading, StepTimeoutError, or what a
+    step raised.
+    """
 
     def __init__(self, boot: Boot, control: Control) -> None:
         self._boot = boot
@@ -42,6 +59,8 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(self._plans.fileno(), select.POLLIN)
         self._poll.register(control.fileno(), select.POLLIN)
+        self._in_flight: deque[tuple[int, PendingStep]] = deque()  # (the step's number, itself)
+        self._first_since = 0.0  # when the first of them became the first
 
     def run(self) -> None:
         boot = self._boot
@@ -50,13 +69,55 @@ class Worker:
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(supervision.ActorReady(runner.details()))
+        _sleep_precisely()
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
-            while (payload := self._next_plan()) is not None:
-                self._answer(runner.execute(self._decode(payload)))
-                self._plans.commit()
+            self._serve(runner)
         self._plans.close()
         self._outputs.close()
+
+    def _serve(self, runner: ModelRunner) -> None:
+        """Until it's time to end. Steps in flight by then are given up: nobody waits for them."""
+        in_flight, most = self._in_flight, self._boot.engine.max_steps_in_flight
+        while True:
+            if not in_flight:
+                payload = self._next_plan()
+                if payload is None:
+                    return
+                self._launch(runner, payload)
+            elif in_flight[0][1].done():
+                self._finish_first()
+            elif len(in_flight) < most and (payload := self._plans.try_receive()) is not None:
+                self._launch(runner, payload)
+            elif not self._wait_for_first():
+                return
+
+    def _launch(self, runner: ModelRunner, payload: bytes) -> None:
+        plan = self._decode(payload)
+        self._in_flight.append((plan.step, runner.launch(plan)))
+        if len(self._in_flight) == 1:
+            self._first_since = perf_counter()
+
+    def _finish_first(self) -> None:
+        _, step = self._in_flight.popleft()
+        self._answer(step.read())
+        self._plans.commit()
+        self._first_since = perf_counter()
+
+    def _wait_for_first(self) -> bool:
+        """A moment of waiting for the first step in flight; False when it's time to end."""
+        waited = perf_counter() - self._first_since
+        if waited < SPIN_SECONDS:
+            return True
+        number, step = self._in_flight[0]
+        limit = self._boot.engine.step_timeout
+        if waited >= limit and not step.done():
+            raise StepTimeoutError(
+                f"step {number} is not done after {waited:.1f} s on the device "
+                f"(--step-timeout {limit:g})"
+            )
+        sleep(min(max(waited * NAP_SHARE, SHORTEST_NAP), LONGEST_NAP))
+        return not (self._poll.poll(0) and self._ended())
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._control.send(supervision.Progress(what, done, total))
@@ -67,12 +128,12 @@ class Worker:
     def _next_plan(self) -> bytes | None:
         """The next plan, or None when it's time to end."""
         plans = self._plans
-        start = time.perf_counter()
+        start = perf_counter()
         while True:
             payload = plans.try_receive()
             if payload is not None:
                 return payload
-            if time.perf_counter() - start < SPIN_SECONDS:
+            if perf_counter() - start < SPIN_SECONDS:
                 continue
             if plans.arm():
                 self._poll.poll()
@@ -89,3 +150,9 @@ class Worker:
         except EOFError:
             return True
         return False
+
+
+def _sleep_precisely() -> None:
+    """By default the kernel may make each nap 50 us longer, to wake several sleepers at once."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/timerslack_ns").write_text("1000")

@@ -23,7 +23,7 @@ from .logits_processor import load_processors
 from .models import find_model
 from .prompt_logprobs import PromptLogprobsReader
 from .quantized import make_layout
-from .runner import Progress
+from .runner import Done, Progress
 from .sampler import Sampler
 from .weights import DummyWeights, SafetensorsWeights, WeightSource
 
@@ -105,6 +105,9 @@ class CpuModelRunner:
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
+
+    def launch(self, plan: StepPlan) -> Done:
+        return Done(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

@@ -27,6 +27,7 @@ from ..mq import codec, messages
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError
 from ..mq.kv_groups import spec_of
+from .runner import Done
 
 DEFAULT_NUM_BLOCKS = 1024
 STEP_SECONDS = "RINGCAST_FAKE_STEP_SECONDS"
@@ -142,6 +143,9 @@ class FakeModelRunner:
             "num_blocks": self._num_blocks,
             "block_size": self._config.block_size,
         }
+
+    def launch(self, plan: messages.StepPlan) -> Done:
+        return Done(self.execute(plan))
 
     def execute(self, plan: messages.StepPlan) -> messages.StepOutput:
         """One step. Raises AssertionError for a plan that a scheduler must never make."""

@@ -1,4 +1,9 @@
-"""The model runner: what a worker asks of whatever runs its steps, and which ones there are."""
+"""The model runner: what a worker asks of whatever runs its steps, and which ones there are.
+
+A worker launches a step as soon as its plan has come, and reads it when it is done; it may launch
+the next ones before. So a device computes without a pause while the host reads, plans and sends. A
+processor computes a step where it is launched.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from ..mq.messages import StepOutput, StepPlan, WorkerReady
 RUNNERS = {
     "cpu": "ringcast.executor.cpu_runner:CpuModelRunner",
     "fake": "ringcast.executor.fake_runner:FakeModelRunner",
+    "cuda": "ringcast.executor.gpu.runner:GpuModelRunner",
 }
 
 QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
@@ -27,11 +33,41 @@ Progress = Callable[[str, int, int], None]
 _SPINS = "4000"
 
 
+class PendingStep(Protocol):
+    """A step that has been launched. What broke it is raised by `done`, `wait` or `read`."""
+
+    def done(self) -> bool:
+        """Whether `read` has nothing to wait for. Never waits."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, `timeout` seconds at most. Returns whether it is."""
+
+    def read(self) -> StepOutput:
+        """What it sampled; waits for it."""
+
+
+class Done:
+    """A step that was over when it had been launched."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+    def read(self) -> StepOutput:
+        return self._output
+
+
 class ModelRunner(Protocol):
     """Keeps the batch, the weights and the KV cache of one rank.
 
     `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
-    is wrong with the model's files). `execute` applies a plan to the batch and runs the step.
+    is wrong with the model's files). `launch` and `execute` apply a plan to the batch and run the
+    step; steps run in the order of their calls.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None: ...
@@ -39,7 +75,11 @@ class ModelRunner(Protocol):
     def load(self, progress: Progress) -> WorkerReady:
         """Load weights, make the KV cache, warm up. `progress(what, done, total)` as it goes."""
 
-    def execute(self, plan: StepPlan) -> StepOutput: ...
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step. On a device nothing waits for it, nor for those before it."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """A step and its end."""
 
     def details(self) -> dict[str, str | int | float]:
         """What was chosen and measured, for people. Valid after `load`."""

@@ -73,15 +73,19 @@ class SafetensorsWeights:
 
 
 class DummyWeights:
-    """Random weights of about the size that trained ones have: the same for the same seed."""
+    """Random weights of about the size that trained ones have: the same for the same seed and
+    device, where they are drawn.
+    """
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._generator = torch.Generator(self._device).manual_seed(seed)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0, 0.02, generator=self._generator)
+            return torch.ones(shape, device=self._device)
+        drawn = torch.empty(shape, device=self._device)
+        return drawn.normal_(0, 0.02, generator=self._generator)
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         pass

@@ -173,7 +173,7 @@ def beam_search(
         beams = [beam for search in live for beam in search.beams]
         answers = ask([ReadPrompt(TokensPrompt(codec.pack(b.tokens))) for b in beams], each_step)
     outputs = [search.result() for search in searches]
-    if (Path(spec.tokenizer_path) / "tokenizer.json").exists():
+    if spec.tokenizer_path and (Path(spec.tokenizer_path) / "tokenizer.json").exists():
         tokenizer = _tokenizer(spec.tokenizer_path)
         for sequence in itertools.chain.from_iterable(output.sequences for output in outputs):
             sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=False)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from .devices import BY_DEVICE, DEVICE_DEFAULTS, check_device_options, find_device
 from .errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -20,7 +21,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is made from.
 
-    Build it with `build`, which checks bounds and names the option at fault.
+    Build it with `build`, which checks bounds and names the option at fault. Once made, it has a
+    device that isn't "auto" and the defaults of that device (devices.py).
     """
 
     model: Annotated[
@@ -30,6 +32,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="take the tokenizer from this model instead")
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id")] = None
+    skip_tokenizer_init: Annotated[
+        bool,
+        Meta(description="have no tokenizer: prompts are token ids, and outputs have no text"),
+    ] = False
     chat_template: Annotated[
         str | None, Meta(description="a file with a jinja chat template, or the template itself")
     ] = None
@@ -42,7 +48,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Meta(description="of weights and KV cache; auto is bfloat16 where the processor has it"),
+        Meta(
+            description="of weights and KV cache; auto is bfloat16 on CUDA, and where the "
+            "processor has it"
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "int4"],
@@ -59,9 +68,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "dummy"], Meta(description="dummy: random weights from the config alone")
     ] = "auto"
     device: Annotated[
-        Literal["cpu", "fake"],
-        Meta(description="fake: no model at all, tokens are a function of the prompt (for tests)"),
-    ] = "cpu"
+        Literal["auto", "cpu", "cuda", "fake"],
+        Meta(
+            description="auto: cuda where there is a device and a torch for it, else cpu; fake: no "
+            "model at all, tokens are a function of the prompt (for tests)"
+        ),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="no CUDA graphs: starts sooner, decodes slower. Device cuda alone"),
+    ] = False
     seed: Annotated[
         int | None,
         Meta(description="of dummy weights, and of the seeds drawn for requests that have none"),
@@ -70,9 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="context length; the model's own by default"),
     ] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences in one step")] = 128
+    max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences in one step")] = BY_DEVICE
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = (
-        2048
+        BY_DEVICE
     )
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
@@ -101,7 +117,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "1: the device waits for each plan",
         ),
     ] = 2
-    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV-cache block")] = 16
+    block_size: Annotated[
+        int,
+        Meta(ge=1, le=256, description="tokens in one KV-cache block; on cuda a power of two"),
+    ] = BY_DEVICE
     enable_prefix_caching: Annotated[
         bool, Meta(description="reuse the KV blocks of prompts that begin alike")
     ] = True
@@ -121,12 +140,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             gt=0.0,
             le=1.0,
-            description="share of the memory that is free after loading that the KV cache may take",
+            description="share of the memory that is free after loading that the KV cache may "
+            "take. Device cpu alone",
         ),
     ] = 0.5
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="share of the device's memory for this engine: weights, work space and KV "
+            "cache. Device cuda alone",
+        ),
+    ] = 0.9
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="threads of a CPU worker; all cores by default"),
+        Meta(description="threads of the worker; all cores by default. Device cpu alone"),
     ] = None
     max_num_queued_reqs: Annotated[
         int,
@@ -150,7 +179,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             gt=0,
-            description="seconds after which an actor that takes nothing in is killed and named",
+            description="seconds after which an actor that takes nothing in, or a worker whose "
+            "step isn't done, is ended and named",
         ),
     ] = 60.0
     startup_timeout: Annotated[
@@ -169,6 +199,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 5
 
     def __post_init__(self) -> None:
+        self._settle_device()
+        self._check_partial_prefills()
+        self._check_tokenizer()
+
+    def _check_tokenizer(self) -> None:
+        for other in ("tokenizer", "chat_template"):
+            if self.skip_tokenizer_init and getattr(self, other) is not None:
+                raise ValueError(
+                    f"{other} = {getattr(self, other)!r}: of no use with skip_tokenizer_init"
+                )
+
+    def _settle_device(self) -> None:
+        found = self.device == "auto"
+        if found:
+            msgspec.structs.force_setattr(self, "device", find_device())
+        for option, value in DEVICE_DEFAULTS.get(self.device, {}).items():
+            if getattr(self, option) is BY_DEVICE:
+                msgspec.structs.force_setattr(self, option, value)
+        values = msgspec.structs.asdict(self)
+        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
+        check_device_options(self.device, found, values, defaults)
+
+    def _check_partial_prefills(self) -> None:
         most, long = self.max_num_partial_prefills, self.max_long_partial_prefills
         if long and not self.long_prefill_token_threshold:
             raise ValueError(
@@ -199,9 +252,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model once its files are found, before it is loaded. Made by frontend/hub.
 
     name: as the user wrote it. path: the folder with config.json and the weights. tokenizer_path:
-    the folder with tokenizer.json. hf_config: config.json as it is. max_model_len: resolved.
-    eos_token_ids: from generation_config.json, else config.json. sampling_defaults: what
-    generation_config.json sets of SamplingParams' fields.
+    the folder with tokenizer.json; empty with skip_tokenizer_init. hf_config: config.json as it is.
+    max_model_len: resolved. eos_token_ids: from generation_config.json, else config.json.
+    sampling_defaults: what generation_config.json sets of SamplingParams' fields.
     """
 
     name: str

@@ -8,6 +8,7 @@ RingcastError
 ├── OverloadedError                    refused for now, try later: HTTP 503
 ├── RequestFailedError                 an accepted request failed in the engine: HTTP 500
 │   └── PoisonousRequestError          it seems to kill engines, and is not tried again
+├── StepTimeoutError                   a step on the device doesn't end; ends its worker
 ├── EngineDeadError                    an actor died; ends with the child's own traceback
 └── ChannelError
     ├── ChannelTimeout                 a deadline passed; names the edge and who is slow
@@ -61,6 +62,10 @@ class RequestFailedError(RingcastError):
 
 class PoisonousRequestError(RequestFailedError):
     """Actors died twice while this request was under way, and nothing came of it in between."""
+
+
+class StepTimeoutError(RingcastError):
+    """A step isn't done so long after its launch: the device hangs, or its driver does."""
 
 
 class EngineDeadError(RingcastError):

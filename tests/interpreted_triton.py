@@ -1,4 +1,4 @@
-"""Triton's kernels run compiled where there is a CUDA device, and under its interpreter elsewhere."""
+"""Triton's kernels run compiled where there is a CUDA device, else under its interpreter."""
 
 from __future__ import annotations
 

@@ -36,19 +36,22 @@ from ..core import PeerLost, Send
 from .logprob_rows import StepLogprobs
 from .text_stream import TextStream
 from .text_tokenizer import TextTokenizer
-from .token_decoder import TokenDecoders
+from .token_decoder import NoTokenDecoders, TokenDecoders
 
 logger = logging.getLogger(__name__)
 
 
 class DetokenizerCore:
-    """See actors/core.py."""
+    """See actors/core.py.
+
+    tokenizer: None where the engine has none (skip_tokenizer_init); then there is no text.
+    """
 
     def __init__(
-        self, spec: ModelSpec, tokenizer: TextTokenizer, scheduler: str = "scheduler.0"
+        self, spec: ModelSpec, tokenizer: TextTokenizer | None, scheduler: str = "scheduler.0"
     ) -> None:
         self._scheduler = scheduler
-        self._decoders = TokenDecoders(tokenizer)
+        self._decoders = TokenDecoders(tokenizer) if tokenizer is not None else NoTokenDecoders()
         if not self._decoders.by_bytes:
             logger.warning("%s: this tokenizer's decoder is of a slower kind", spec.name)
         self._streams: dict[int, TextStream] = {}

@@ -65,6 +65,26 @@ class TokenDecoders:
         return _Table(self._tokenizer, self._rules, skip_special_tokens)
 
 
+class NoTokenDecoders:
+    """Stands for TokenDecoders where there is no tokenizer: no token is any text."""
+
+    by_bytes = True
+
+    def open(self, skip_special_tokens: bool, continues: bool = False) -> TokenDecoder:
+        return _NoText()
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b""
+
+
+class _NoText:
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def end(self) -> str:
+        return ""
+
+
 class _Memo(dict[int, T], Generic[T]):
     """A table filled as it is asked: vocabularies are large, and texts use little of them."""
 

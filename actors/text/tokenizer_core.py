@@ -54,12 +54,16 @@ _OWN_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message",
 
 
 class TokenizerCore:
-    """See actors/core.py. `clock` is what templates that write today's date look at."""
+    """See actors/core.py. `clock` is what templates that write today's date look at.
+
+    tokenizer: None where the engine has none (skip_tokenizer_init); then prompts must be token ids,
+    and what needs text is refused.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | None,
         scheduler: str = "scheduler.0",
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
@@ -121,7 +125,7 @@ class TokenizerCore:
     def _add(self, request: Generate) -> AddRequest:
         vocab_size = self._spec.vocab_size
         check_token_ids(request.params, vocab_size)
-        bad_words = tokenise_bad_words(request.params.bad_words, self._tokenizer, vocab_size)
+        bad_words = self._tokenise_bad_words(request.params)
         ids = self._encode(request.prompt)
         param = _param(request.prompt)
         if not ids.size:
@@ -153,24 +157,44 @@ class TokenizerCore:
             text, add_special_tokens = self._render(prompt), False
         if not text:
             raise InvalidRequestError("the prompt is empty", _param(prompt))
-        self._probe(text, _param(prompt))
-        return np.array(self._tokenizer.encode(text, add_special_tokens), dtype=np.int64)
+        tokenizer = self._text_tokenizer(_param(prompt))
+        self._probe(tokenizer, text, _param(prompt))
+        return np.array(tokenizer.encode(text, add_special_tokens), dtype=np.int64)
 
-    def _probe(self, text: str, param: str) -> None:
+    def _tokenise_bad_words(self, params: SamplingParams) -> list[bytes]:
+        if params.stop:
+            self._text_tokenizer("stop")  # without one there is no text to find them in
+        if not params.bad_words:
+            return []
+        tokenizer = self._text_tokenizer("bad_words")
+        return tokenise_bad_words(params.bad_words, tokenizer, self._spec.vocab_size)
+
+    def _text_tokenizer(self, param: str) -> TextTokenizer:
+        """Raises InvalidRequestError, for the field that needs one, where there is none."""
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"{param} needs a tokenizer, and this engine has none (skip_tokenizer_init): "
+                "prompts must be token ids, and what speaks of text is refused",
+                param,
+            )
+        return self._tokenizer
+
+    def _probe(self, tokenizer: TextTokenizer, text: str, param: str) -> None:
         beginning = text[: self._spec.max_model_len * _PROBE_CHARS_PER_TOKEN]
         if len(beginning) == len(text):
             return
-        least = len(self._tokenizer.encode(beginning, add_special_tokens=False)) - _PROBE_SLACK
+        least = len(tokenizer.encode(beginning, add_special_tokens=False)) - _PROBE_SLACK
         if least >= self._spec.max_model_len:
             raise self._too_long(f"more than {least}", param)
 
     def _render(self, prompt: ChatPrompt) -> str:
-        variables = self._variables(prompt)
+        tokenizer = self._text_tokenizer("messages")
+        variables = self._variables(prompt, tokenizer)
         source = prompt.chat_template
         if source is None:
             source = self._spec.chat_template
         if source is None:
-            source = self._tokenizer.template_for(tools=bool(variables["tools"]))
+            source = tokenizer.template_for(tools=bool(variables["tools"]))
         if source is None:
             raise InvalidRequestError(
                 f"the model {self._spec.name!r} has no chat template: give one with "
@@ -181,7 +205,7 @@ class TokenizerCore:
         template = self._templates.get(source)
         return template.render(messages, variables, prompt.continue_final_message)
 
-    def _variables(self, prompt: ChatPrompt) -> dict[str, Any]:
+    def _variables(self, prompt: ChatPrompt, tokenizer: TextTokenizer) -> dict[str, Any]:
         if prompt.add_generation_prompt and prompt.continue_final_message:
             raise InvalidRequestError(
                 "continue_final_message can't be combined with add_generation_prompt: the last "
@@ -201,7 +225,7 @@ class TokenizerCore:
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
         }
-        return self._tokenizer.special_tokens | common | given
+        return tokenizer.special_tokens | common | given
 
     def _check_range(self, ids: NDArray[Any], param: str) -> None:
         wrong = np.flatnonzero((ids < 0) | (ids >= self._spec.vocab_size))

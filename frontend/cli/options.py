@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from msgspec import inspect
 
 from ...mq.config import EngineConfig, ServerConfig, build
+from ...mq.devices import explain_default
 from ...mq.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -126,8 +127,9 @@ def _plain_type(kind: inspect.Type) -> inspect.Type:
 def _help(field: inspect.Field) -> str:
     assert isinstance(field.type, inspect.Metadata)
     text = str((field.type.extra_json_schema or {})["description"])
-    if field.default not in (msgspec.NODEFAULT, None):
-        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    default = explain_default(field.name) or field.default
+    if default not in (msgspec.NODEFAULT, None):
+        default = str(default).lower() if isinstance(default, bool) else default
         text += f" (default: {default})"
     return text.replace("%", "%%")
 

@@ -80,6 +80,8 @@ def _in_words(details: dict[str, str | int | float]) -> str:
     for name, value in details.items():
         if name.endswith("_bytes") and isinstance(value, int):
             words.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:,.0f} MB")
+        elif name == "device":
+            words.append(str(value))
         elif name in ("dtype", "threads", "linear", "attention", "num_blocks"):
             words.append(f"{name.replace('_', ' ')} {value}")
     return ", ".join(words)

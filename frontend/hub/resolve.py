@@ -30,13 +30,14 @@ def resolve_model(config: EngineConfig, on_progress: OnProgress | None = None) -
     tokenizer = folder
     if config.tokenizer is not None:
         tokenizer = find_model(config.tokenizer, watch, weights=False)
-    require_tokenizer(tokenizer, "--tokenizer takes it from another model")
+    if not config.skip_tokenizer_init:
+        require_tokenizer(tokenizer, "--tokenizer takes it from another model")
     generation = read_json(folder / "generation_config.json") or {}
     use_defaults = config.generation_config == "auto"
     return ModelSpec(
         name=config.model,
         path=str(folder),
-        tokenizer_path=str(tokenizer),
+        tokenizer_path="" if config.skip_tokenizer_init else str(tokenizer),
         architecture=spec.architecture(folder, hf_config),
         vocab_size=spec.vocab_size(folder, hf_config),
         max_model_len=spec.max_model_len(folder, hf_config, config.max_model_len),

@@ -31,7 +31,14 @@ def test_every_option_has_a_line_of_help(kind):
 
 
 def test_options_are_taken():
-    config = build(EngineConfig, {"model": "tiny", "block_size": 32, "max_model_len": None})
+    options = {
+        "model": "tiny",
+        "block_size": 32,
+        "max_model_len": None,
+        "skip_tokenizer_init": True,
+    }
+    config = build(EngineConfig, options)
+    assert config.skip_tokenizer_init
     assert (config.model, config.block_size, config.max_model_len) == ("tiny", 32, None)
 
 
@@ -50,6 +57,8 @@ def test_options_are_taken():
         ("kv_cache_memory_bytes", 0),
         ("memory_utilization", 0.0),
         ("memory_utilization", 1.5),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.01),
         ("num_threads", 0),
         ("max_num_queued_reqs", 0),
         ("ring_bytes", 65535),
@@ -61,6 +70,8 @@ def test_options_are_taken():
         ("device", "abacus"),
         ("load_format", "pickle"),
         ("enable_prefix_caching", "yes"),
+        ("enforce_eager", 1),
+        ("skip_tokenizer_init", "no"),
         ("model", 3),
     ],
 )
@@ -69,6 +80,12 @@ def test_a_value_out_of_bounds_names_the_option_and_the_value(option, value):
         build(EngineConfig, {option: value})
     assert str(caught.value).startswith(f"{option} = {value!r}: ")
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("option", ["tokenizer", "chat_template"])
+def test_without_a_tokenizer_nothing_is_said_of_one(option):
+    with pytest.raises(ConfigError, match=f"^{option} = 'x': of no use with skip_tokenizer_init"):
+        build(EngineConfig, {option: "x", "skip_tokenizer_init": True})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,459 @@
+"""The forward pass of the Llama family on a CUDA device, as its declaration says
+(executor/models/), with the residual stream in the model's type.
+
+Dense products are cuBLAS's, all else is kernels/gpu/. Queries, keys and values are one product, and
+so are gate and up. Every buffer is made once, so that a step can be captured in a graph. A step of
+one token has a way of its own, which is five launches a layer (kernels/gpu/few_linear.py).
+
+Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
+that none reads what a kernel further back has yet to write.
+
+Legend: T tokens, S sequences, N sampled ones, H hidden size, Q = query heads x head size, W = the
+wider of qkv and gate_up, I inner size, V vocabulary, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.gpu.activation import gated_activation
+from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
+from ...kernels.gpu.embedding import embed
+from ...kernels.gpu.few_linear import few_linear
+from ...kernels.gpu.fused_decode_attention import fused_decode_attention
+from ...kernels.gpu.norm import add_rms_norm, rms_norm
+from ...kernels.gpu.prefill_attention import prefill_attention
+from ...kernels.gpu.rope import rope_and_cache
+from ...mq.kv_groups import deal
+from ..models.llama import SANDWICH, LlamaConfig
+from ..weights import WeightSource
+from .batch import GpuBatch
+from .rope_tables import RopeTable, make_rope_table
+
+
+class Work(NamedTuple):
+    """What a forward pass is for. The first `decodes` of `tokens` are a sequence each, with a
+    context of at most `longest`; all others belong to the sequences of `tiles` (plan_tiles).
+    """
+
+    tokens: int
+    decodes: int
+    longest: int
+    tiles: torch.Tensor | None = None
+
+    @property
+    def is_single(self) -> bool:
+        return self.tokens == 1
+
+
+class Linear(NamedTuple):
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+
+    def into(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
+        if self.bias_N is None:
+            torch.mm(x_TK, self.weight_NK.t(), out=out_TN)
+        else:
+            torch.addmm(self.bias_N, x_TK, self.weight_NK.t(), out=out_TN)
+
+
+class Layer(NamedTuple):
+    """The weights of one layer, and where it is: its group of layers, its place there, its window,
+    its rotation. Norms are float32, and those that a model doesn't have None.
+    """
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    attention_update_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    mlp_update_norm: torch.Tensor | None
+    group: int
+    place: int
+    window: int
+    rope: int
+
+
+class WeightReader:
+    """Takes a model's weights from a source to the device."""
+
+    def __init__(
+        self, c: LlamaConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._c, self._source, self._dtype, self._device = c, source, dtype, device
+        self.num_bytes = 0
+
+    def stack(self, names: dict[str, int], inputs: int | None = None) -> torch.Tensor:
+        """Tensors of so many rows each, one below the other."""
+        tail = () if inputs is None else (inputs,)
+        shape = (sum(names.values()), *tail)
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        first = 0
+        for name, rows in names.items():
+            whole[first : first + rows].copy_(self._source.take(name, (rows, *tail)))
+            first += rows
+        self.num_bytes += whole.nbytes
+        return whole
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        weight = self._source.take(f"{name}.weight", (size,)).to(self._device, torch.float32)
+        return weight + self._c.norm_offset
+
+    def linear(self, prefix: str, names: dict[str, int], inputs: int, bias: bool) -> Linear:
+        weight = self.stack({f"{prefix}{n}.weight": rows for n, rows in names.items()}, inputs)
+        biases = {f"{prefix}{n}.bias": rows for n, rows in names.items()}
+        return Linear(weight, self.stack(biases) if bias else None)
+
+    def layer(self, index: int, group: int, place: int) -> Layer:
+        c, prefix = self._c, f"model.layers.{index}."
+        q, kv, hidden, inner = (
+            c.heads * c.head_size,
+            c.kv_heads * c.head_size,
+            c.hidden_size,
+            c.intermediate_size,
+        )
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        before_mlp, *after = SANDWICH if c.sandwich else ("post_attention_layernorm", None, None)
+        updates = [self.norm(prefix + name, hidden) if name else None for name in after]
+        head_norms = [
+            self.norm(attention + name, c.head_size) if c.qk_norm else None
+            for name in ("q_norm", "k_norm")
+        ]
+        return Layer(
+            input_norm=self.norm(f"{prefix}input_layernorm", hidden),
+            qkv=self.linear(
+                attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, c.qkv_bias
+            ),
+            q_norm=head_norms[0],
+            k_norm=head_norms[1],
+            output=self.linear(attention, {"o_proj": hidden}, q, c.output_bias),
+            attention_update_norm=updates[0],
+            mlp_norm=self.norm(prefix + before_mlp, hidden),
+            gate_up=self.linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, c.mlp_bias),
+            down=self.linear(mlp, {"down_proj": hidden}, inner, c.mlp_bias),
+            mlp_update_norm=updates[1],
+            group=group,
+            place=place,
+            window=c.windows[index],
+            rope=c.rope_of[index],
+        )
+
+
+class GpuDecoder:
+    """Weights first (the constructor), then buffers for a batch (`bind`) and a cache (`set_cache`),
+    then `forward` and `logits` for every step.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        source: WeightSource,
+        device: torch.device,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        c = self._config = config
+        self._dtype, self._device, self._block_size = dtype, device, block_size
+        self.groups = deal(c.windows)
+        places = {
+            layer: (g, place)
+            for g, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        read = WeightReader(c, source, dtype, device)
+        self._table = read.stack({"model.embed_tokens.weight": c.vocab_size}, c.hidden_size)
+        self._head = Linear(
+            self._table if c.tied else read.stack({"lm_head.weight": c.vocab_size}, c.hidden_size),
+            None,
+        )
+        self._final_norm = read.norm("model.norm", c.hidden_size)
+        self._layers: list[Layer] = []
+        for i in range(c.num_layers):
+            progress(i, c.num_layers)
+            self._layers.append(read.layer(i, *places[i]))
+        source.finish(
+            lambda name: (
+                name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
+            )
+        )
+        progress(c.num_layers, c.num_layers)
+        self.num_bytes = read.num_bytes
+        # The embedding is scaled by what the model's own type makes of the scale.
+        self._scale = float(torch.tensor(c.embedding_scale, dtype=dtype))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers of a group, keys and values."""
+        c, layers = self._config, max(len(group.layers) for group in self.groups)
+        return 2 * layers * c.kv_heads * c.head_size * self._block_size * self._dtype.itemsize
+
+    @property
+    def head_group(self) -> int:
+        """Query heads per key head."""
+        return self._config.heads // self._config.kv_heads
+
+    def representatives(self) -> list[int]:
+        """A layer of each kind: all others launch the same kernels on other tensors."""
+        kinds = {(layer.window, layer.rope): i for i, layer in enumerate(self._layers)}
+        return sorted(kinds.values())
+
+    def bind(self, batch: GpuBatch, max_model_len: int) -> None:
+        """Make the buffers for `batch`."""
+        c, tokens = self._config, batch.max_tokens
+        q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
+        self._qkv_size = q + 2 * kv
+
+        def buffer(rows: int, size: int) -> torch.Tensor:
+            return torch.zeros(rows, size, dtype=self._dtype, device=self._device)
+
+        self._batch = batch
+        self._residual_TH, self._x_TH, self._update_TH = (
+            buffer(tokens, c.hidden_size) for _ in range(3)
+        )
+        self._wide_TW = buffer(tokens, max(self._qkv_size, 2 * c.intermediate_size)).view(-1)
+        self._q_TQ, self._attended_TQ = buffer(tokens, q), buffer(tokens, q)
+        self._inner_TI = buffer(tokens, c.intermediate_size)
+        self._last_NH = buffer(batch.capacity, c.hidden_size)
+        self.logits_NV = buffer(batch.capacity, c.vocab_size)
+        self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, self._device)
+        self._ropes: list[RopeTable] = [
+            make_rope_table(each, c.head_size, max_model_len, self._device) for each in c.ropes
+        ]
+
+    def set_cache(self, num_blocks: int) -> torch.Tensor:
+        """Make the cache: [layers of a group, 2, blocks, kv heads, block size, D]."""
+        c, layers = self._config, max(len(group.layers) for group in self.groups)
+        shape = (layers, 2, num_blocks, c.kv_heads, self._block_size, c.head_size)
+        self.cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return self.cache
+
+    def forward(self, work: Work, layers: Sequence[int] | None = None, pdl: bool = False) -> None:
+        """The step that the batch has laid out, up to the last layer. layers: only these."""
+        chosen = self._layers if layers is None else [self._layers[i] for i in layers]
+        tokens = work.tokens
+        residual_TH = self._residual_TH[:tokens]
+        embed(self._batch.token_ids_T[:tokens], self._table, residual_TH, self._scale, pdl=pdl)
+        run = self._single_layer if work.is_single else self._layer
+        update_norm = None
+        for i, layer in enumerate(chosen):
+            run(layer, work, i == 0, update_norm, pdl)
+            update_norm = layer.mlp_update_norm
+        self._last_update_norm = update_norm
+
+    def logits(self, index_N: torch.Tensor, work: Work, pdl: bool = False) -> torch.Tensor:
+        """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
+        next call.
+        """
+        count, tokens, eps = len(index_N), work.tokens, self._config.eps
+        logits_NV = self.logits_NV[:count]
+        residual_TH = self._residual_TH[:tokens]
+        if work.is_single and not self._config.sandwich:
+            few_linear(
+                residual_TH,
+                self._head.weight_NK,
+                logits_NV,
+                norm_weight_K=self._final_norm,
+                eps=eps,
+                pdl=pdl,
+            )
+            return logits_NV
+        last_NH = self._last_NH[:count]
+        add_rms_norm(
+            self._update_TH[:tokens],
+            residual_TH,
+            self._final_norm,
+            last_NH,
+            eps,
+            update_weight_H=self._last_update_norm,
+            index_S=index_N,
+            pdl=pdl,
+        )
+        if work.is_single:
+            few_linear(last_NH, self._head.weight_NK, logits_NV, pdl=pdl)
+        else:
+            self._head.into(last_NH, logits_NV)
+        return logits_NV
+
+    # --- a layer, for two tokens or more
+
+    def _layer(
+        self,
+        layer: Layer,
+        work: Work,
+        is_first: bool,
+        update_norm: torch.Tensor | None,
+        pdl: bool,
+    ) -> None:
+        c, tokens = self._config, work.tokens
+        x_TH = self._x_TH[:tokens]
+        self._norm(layer.input_norm, tokens, is_first, update_norm, pdl)
+        layer.qkv.into(x_TH, self._wide(tokens, self._qkv_size))
+        self._attend(layer, work, pdl)
+        layer.output.into(self._attended_TQ[:tokens], self._update_TH[:tokens])
+        self._norm(layer.mlp_norm, tokens, False, layer.attention_update_norm, pdl)
+        gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
+        layer.gate_up.into(x_TH, gate_up_TN)
+        gated_activation(gate_up_TN, self._inner_TI[:tokens], c.activation, pdl=pdl)
+        layer.down.into(self._inner_TI[:tokens], self._update_TH[:tokens])
+
+    def _wide(self, tokens: int, size: int) -> torch.Tensor:
+        return self._wide_TW[: tokens * size].view(tokens, size)
+
+    def _norm(
+        self,
+        weight_H: torch.Tensor,
+        tokens: int,
+        is_first: bool,
+        update_norm: torch.Tensor | None,
+        pdl: bool,
+    ) -> None:
+        """To x, after the update is added to the residual stream (at first there is none)."""
+        residual_TH, x_TH, eps = self._residual_TH[:tokens], self._x_TH[:tokens], self._config.eps
+        if is_first:
+            rms_norm(residual_TH, weight_H, x_TH, eps, pdl=pdl)
+            return
+        add_rms_norm(
+            self._update_TH[:tokens],
+            residual_TH,
+            weight_H,
+            x_TH,
+            eps,
+            update_weight_H=update_norm,
+            pdl=pdl,
+        )
+
+    def _attend(self, layer: Layer, work: Work, pdl: bool) -> None:
+        c, batch, tokens, decodes = self._config, self._batch, work.tokens, work.decodes
+        q_TQ, out_TQ = self._q_TQ[:tokens], self._attended_TQ[:tokens]
+        k_cache, v_cache = self.cache[layer.place]
+        table = batch.tables_GRB[layer.group]
+        rope_and_cache(
+            self._wide(tokens, self._qkv_size),
+            batch.positions_T[:tokens],
+            batch.slots_GT[layer.group, :tokens],
+            *self._ropes[layer.rope],
+            k_cache,
+            v_cache,
+            q_TQ,
+            c.heads,
+            c.kv_heads,
+            q_weight_D=layer.q_norm,
+            k_weight_D=layer.k_norm,
+            eps=c.eps,
+            pdl=pdl,
+        )
+        if decodes:
+            decode_attention(
+                q_TQ[:decodes],
+                k_cache,
+                v_cache,
+                table,
+                batch.rows_S[:decodes],
+                batch.decode_context_S[:decodes],
+                out_TQ[:decodes],
+                self._scratch,
+                scale=c.attention_scale,
+                kv_heads=c.kv_heads,
+                window=layer.window,
+                longest=work.longest,
+                pdl=pdl,
+            )
+        if work.tiles is not None:  # after decode attention, which zeroes its padding
+            prefill_attention(
+                q_TQ,
+                k_cache,
+                v_cache,
+                table,
+                batch.rows_S,
+                batch.starts_S1,
+                batch.context_S,
+                work.tiles,
+                out_TQ,
+                scale=c.attention_scale,
+                kv_heads=c.kv_heads,
+                window=layer.window,
+                pdl=pdl,
+            )
+
+    # --- a layer, for one token
+
+    def _single_layer(
+        self,
+        layer: Layer,
+        work: Work,
+        is_first: bool,
+        update_norm: torch.Tensor | None,
+        pdl: bool,
+    ) -> None:
+        c = self._config
+        residual, attended, inner = self._residual_TH[:1], self._attended_TQ[:1], self._inner_TI[:1]
+        qkv = self._wide(1, self._qkv_size)
+        if not c.sandwich:
+            self._few(residual, layer.qkv, qkv, pdl, norm=layer.input_norm)
+            self._attend_single(layer, work, pdl)
+            self._few(attended, layer.output, residual, pdl, add_to=residual)
+            self._few(residual, layer.gate_up, inner, pdl, layer.mlp_norm, c.activation)
+            self._few(inner, layer.down, residual, pdl, add_to=residual)
+            return
+        x, update = self._x_TH[:1], self._update_TH[:1]
+        self._norm(layer.input_norm, 1, is_first, update_norm, pdl)
+        self._few(x, layer.qkv, qkv, pdl)
+        self._attend_single(layer, work, pdl)
+        self._few(attended, layer.output, update, pdl)
+        self._norm(layer.mlp_norm, 1, False, layer.attention_update_norm, pdl)
+        self._few(x, layer.gate_up, inner, pdl, activation=c.activation)
+        self._few(inner, layer.down, update, pdl)
+
+    def _few(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        out: torch.Tensor,
+        pdl: bool,
+        norm: torch.Tensor | None = None,
+        activation: str | None = None,
+        add_to: torch.Tensor | None = None,
+    ) -> None:
+        few_linear(
+            x,
+            linear.weight_NK,
+            out,
+            bias_N=linear.bias_N,
+            norm_weight_K=norm,
+            eps=self._config.eps,
+            activation=activation,
+            add_to_1N=add_to,
+            pdl=pdl,
+        )
+
+    def _attend_single(self, layer: Layer, work: Work, pdl: bool) -> None:
+        c, batch = self._config, self._batch
+        fused_decode_attention(
+            self._wide(1, self._qkv_size),
+            batch.positions_T[:1],
+            batch.slots_GT[layer.group, :1],
+            *self._ropes[layer.rope],
+            *self.cache[layer.place],
+            batch.tables_GRB[layer.group],
+            batch.rows_S[:1],
+            batch.decode_context_S[:1],
+            self._attended_TQ[:1],
+            self._scratch,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            q_weight_D=layer.q_norm,
+            k_weight_D=layer.k_norm,
+            eps=c.eps,
+            scale=c.attention_scale,
+            window=layer.window,
+            longest=work.longest,
+            pdl=pdl,
+        )

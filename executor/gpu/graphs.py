@@ -1,0 +1,106 @@
+"""CUDA graphs of decode steps, one for each padded size and bound of the longest context.
+
+    whole     changes, layout, forward pass, logits, sampling, append: a step is one launch. For
+              batches whose sampling is plain (Sampler.is_plain)
+    forward   up to the logits; sampling follows outside. For the longest bound alone
+
+How many sequences a step may have more than are in it is what `batch_sizes` leaves between its
+numbers; the rest are inert. The bounds are for decode attention, which cuts contexts into splits: a
+graph keeps its grid, and one made for the longest context would have too many programs for short
+ones.
+
+A capture may run no kernel for the first time: compiling and loading don't belong there. So
+`capture` has every size and bound run once before, with a layer of each kind. The largest graphs
+are captured first, so that the smaller ones find room in their pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+import torch
+
+LARGEST = 256  # a larger decode step is long enough to hide its launches
+BOUNDS = (1024, 8192)
+# From the first number on, sizes are multiples of the second.
+_STEPS = ((8, 8), (64, 16), (128, 32), (256, 64))
+_SMALLEST = (1, 2, 4, 8)
+
+# (size, bound, whole) -> launches of one decode step
+Run = Callable[[int, int, bool], None]
+Progress = Callable[[int, int], None]
+
+
+def batch_sizes(most: int) -> list[int]:
+    """What decode steps are padded to, up to the first that holds `most` sequences."""
+    sizes = [size for size in _SMALLEST if size < 2 * most]
+    while sizes[-1] < most:
+        multiple = [step for first, step in _STEPS if sizes[-1] >= first][-1]
+        sizes.append(sizes[-1] + multiple)
+    return sizes
+
+
+def context_bounds(max_model_len: int) -> list[int]:
+    """The last one holds a token more, as a row of the batch does."""
+    return [bound for bound in BOUNDS if bound < max_model_len] + [max_model_len + 1]
+
+
+def at_least(numbers: list[int], number: int) -> int:
+    """The first of the rising `numbers` that is `number` or more."""
+    return numbers[bisect_left(numbers, number)]
+
+
+class DecodeGraphs:
+    def __init__(self, sizes: list[int], bounds: list[int]) -> None:
+        self._sizes = [size for size in sizes if size <= LARGEST]
+        self._bounds = bounds
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def kinds(self) -> Iterator[tuple[int, int, bool]]:
+        """(size, bound, whole) of every graph, the largest first."""
+        for size in reversed(self._sizes):
+            for bound in reversed(self._bounds):
+                yield size, bound, True
+            yield size, self._bounds[-1], False
+
+    def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
+        """All of them, on the stream on which everything runs. `run` launches a step; its kernels
+        have run before.
+        """
+        kinds = list(self.kinds())
+        gc.disable()  # nothing may be freed on the device in the middle of a capture
+        try:
+            for done, kind in enumerate(kinds):
+                progress(done, len(kinds))
+                self._graphs[kind] = self.capture_one(run, kind, stream)
+        finally:
+            gc.enable()
+        progress(len(kinds), len(kinds))
+
+    def capture_one(
+        self, run: Run, kind: tuple[int, int, bool], stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
+        stream.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run(*kind)
+            finally:
+                graph.capture_end()
+        return graph
+
+    def find(self, size: int, bound: int, whole: bool) -> torch.cuda.CUDAGraph | None:
+        """The graph for a padded decode step, or None where there is none: it has too many
+        sequences.
+        """
+        return self._graphs.get((size, bound if whole else self._bounds[-1], whole))

@@ -1,0 +1,76 @@
+"""A step that has been launched on a device, until its tokens have been read."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ...mq import codec
+from ...mq.messages import PromptLogprobs, StepOutput, TokenLogprobs
+from .batch import Ints, Slot, Step
+from .prompt_logprobs import PendingTable
+from .sampler_logprobs import PendingLogprobs
+
+_NAP_SECONDS = 20e-6  # a device rings no bell
+
+
+class GpuPending:
+    """Between `begin` and `end` the step is enqueued on the current stream.
+
+    seconds of its StepOutput: on a device from its first operation's turn to its last one's end.
+    """
+
+    def __init__(self, number: int, slot: Slot, step: Step | None) -> None:
+        self._number, self._slot, self._step = number, slot, step
+        self._tokens: Ints | None = None
+        self._seconds = 0.0
+        self.logprobs: PendingLogprobs | None = None
+        self.prompts: list[PendingTable] = []
+        self._tables: tuple[TokenLogprobs | None, list[PromptLogprobs]] = (None, [])
+
+    def begin(self) -> None:
+        self._start = time.perf_counter()
+        if self._slot.began is not None:
+            self._slot.began.record()
+
+    def end(self) -> None:
+        if self._slot.ended is not None:
+            self._slot.ended.record()
+        self._seconds = time.perf_counter() - self._start
+
+    def done(self) -> bool:
+        return self._tokens is not None or self._slot.ended is None or self._slot.ended.query()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = None if timeout is None else time.perf_counter() + timeout
+        while not self.done():
+            left = _NAP_SECONDS if end is None else end - time.perf_counter()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _NAP_SECONDS))
+        return True
+
+    def settle(self) -> None:
+        """Wait, and take everything out of the slot, which another step gets then."""
+        if self._tokens is not None:
+            return
+        self.wait()
+        slot = self._slot
+        if slot.began is not None and slot.ended is not None:
+            self._seconds = slot.began.elapsed_time(slot.ended) / 1000
+        count = 0 if self._step is None else len(self._step.sampled)
+        self._tables = (
+            self.logprobs.read() if self.logprobs is not None else None,
+            [table.read() for table in self.prompts],
+        )
+        self._tokens = np.array(slot.outputs[:count].numpy())
+
+    def read(self) -> StepOutput:
+        self.settle()
+        assert self._tokens is not None
+        rows = b"" if self._step is None else codec.pack(self._step.sampled)
+        logprobs, prompts = self._tables
+        return StepOutput(
+            self._number, rows, codec.pack(self._tokens), logprobs, self._seconds, prompts
+        )

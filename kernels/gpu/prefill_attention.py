@@ -1,0 +1,295 @@
+"""Attention of any number of query tokens per sequence over the paged cache: prefill chunks,
+after a prefix that is cached or not, and decode rows beside them.
+
+A program has one tile: some consecutive tokens of one sequence by the query heads of one key head,
+TILE_ROWS rows in all, so that the group shares what is read of K and V. Its loop over keys is cut
+in up to three: tiles that the window's lower edge crosses, tiles that every row sees whole (no
+mask is computed there), and tiles that the diagonal crosses. The host lists the tiles, those with
+most keys first, so that the last to run are short.
+
+Shapes: see paged.py; T tokens, Q = heads x D, N tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .paged import attend, attention_reference, block_size_of, cached_tokens, score_scales
+
+TILE_ROWS = 256
+
+
+class PrefillConfig(NamedTuple):
+    """Keys that are read at once, warps, stages of the pipeline, rows of the tiles as planned, and
+    programs that share such a tile."""
+
+    tile: int
+    warps: int
+    stages: int
+    rows: int = TILE_ROWS
+    programs: int = 1
+
+
+def tile_tokens(group: int, rows: int = TILE_ROWS) -> int:
+    """Query tokens of a tile."""
+    return max(1, rows // group)
+
+
+def plan_tiles(
+    lengths: np.ndarray,
+    group: int,
+    context: np.ndarray | None = None,
+    rows: int = TILE_ROWS,
+) -> np.ndarray:
+    """The tiles of a step: int32 [2, N] of (sequence, first query token in it).
+
+    lengths: query tokens of each sequence, may be 0. group: query heads of a key head. Tiles come
+    in the order of the keys that they see, most first; without the context they are taken to see
+    what lies before them among the query tokens only. rows: as the launch's configuration has them.
+    """
+    tokens = tile_tokens(group, rows)
+    counts = -(-lengths.astype(np.int64) // tokens)
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    first = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+    seen = np.minimum(first + tokens, lengths[sequence])
+    if context is not None:
+        seen = seen + (context - lengths)[sequence]
+    order = np.argsort(-seen, kind="stable")
+    return np.stack([sequence[order], first[order]]).astype(np.int32)
+
+
+def choose_prefill_config(head_size: int, element_size: int) -> PrefillConfig:
+    """Measured on an H200 for 16-bit types. Wider rows take smaller tiles: shared memory holds
+    K, V and Q."""
+    row_bytes = triton.next_power_of_2(head_size) * element_size
+    if row_bytes <= 256:
+        return PrefillConfig(64, 16, 3)
+    if row_bytes <= 512:
+        return PrefillConfig(64 // (element_size // 2), 8, 2, programs=2)
+    return PrefillConfig(16, 4, 2, programs=8)
+
+
+@triton.jit
+def key_ranges(first_position, last_position, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the three loops of a tile of queries begin and end: begin, whole_begin, whole_end, end.
+
+    All are multiples of TILE but the end, and in order.
+    """
+    end = last_position + 1
+    begin = 0
+    whole_begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+        whole_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE) * TILE
+    whole_end = tl.maximum((first_position + 1) // TILE * TILE, whole_begin)
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    rows,
+    starts,
+    contexts,
+    tiles,
+    out,
+    num_tiles,
+    q_stride,
+    out_stride,
+    table_stride,
+    block_stride,
+    scale,
+    cap_scale,
+    GROUP: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    sequence = tl.load(tiles + tl.program_id(1))
+    if sequence < 0:
+        return
+    tile_token = tl.load(tiles + num_tiles + tl.program_id(1))
+    first_token = tile_token + tl.program_id(2) * TOKENS
+    tile_end = tile_token + TILE_TOKENS
+    start = tl.load(starts + sequence)
+    length = tl.load(starts + sequence + 1) - start
+    context = tl.load(contexts + sequence)
+    if (first_token >= length) | (context == 0):
+        return
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    last_token = tl.minimum(tl.minimum(first_token + TOKENS, tile_end), length) - 1
+    cached = context - length
+
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    token = first_token + row // GROUP
+    inside = ((row < TOKENS * GROUP) & (token <= last_token))[:, None] & (d < D)[None, :]
+    token = tl.minimum(token, last_token)
+    column = ((kv_head * GROUP + row % GROUP) * D)[:, None] + d[None, :]
+    global_row = (start + token).to(tl.int64)[:, None]
+    queries = tl.load(q + global_row * q_stride + column, mask=inside, other=0.0)
+
+    highs = cached + token
+    lows = highs - WINDOW + 1
+    begin, whole_begin, whole_end, end = key_ranges(
+        cached + first_token, cached + last_token, TILE, WINDOW
+    )
+    k_cache += kv_head * BLOCK * D
+    v_cache += kv_head * BLOCK * D
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for part in tl.static_range(3):
+        # The window's edge, whole tiles, the diagonal. Without a window there is no such edge.
+        if part > 0 or WINDOW > 0:
+            if part == 0:
+                part_begin, part_end = begin, tl.minimum(whole_begin, end)
+            elif part == 1:
+                part_begin, part_end = whole_begin, whole_end
+            else:
+                part_begin, part_end = whole_end, end
+            most, total, acc = attend(
+                queries,
+                k_cache,
+                v_cache,
+                table,
+                part_begin,
+                part_end,
+                lows,
+                highs,
+                most,
+                total,
+                acc,
+                block_stride,
+                scale,
+                cap_scale,
+                BLOCK,
+                TILE,
+                D,
+                DP,
+                part != 1,
+                WINDOW > 0,
+                CAPPED,
+                PRECISION,
+            )
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + global_row * out_stride + column, result, mask=inside)
+
+
+def prefill_attention(
+    q_TQ: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables_RB: torch.Tensor,
+    rows_S: torch.Tensor,
+    starts_S1: torch.Tensor,
+    context_S: torch.Tensor,
+    tiles: torch.Tensor,
+    out_TQ: torch.Tensor,
+    *,
+    scale: float,
+    kv_heads: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    config: PrefillConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    """Writes out_TQ: causal attention of each sequence's tokens, the last ones of its context.
+
+    starts_S1: where each sequence's tokens begin in q, and the end. context_S: tokens in the cache,
+    these included. tiles: `plan_tiles` on the device; sequence -1 is padding. Rows that belong to
+    no tile, or to a sequence of context 0, are not written. window: tokens that are seen, the
+    token itself included (0: all).
+    """
+    block_size, head_size = block_size_of(k_cache, v_cache, kv_heads), k_cache.shape[3]
+    group = q_TQ.shape[1] // head_size // kv_heads
+    assert len(tiles) == 2, tiles.shape
+    assert tiles.dtype == torch.int32, tiles.dtype
+    assert tiles.is_contiguous()
+    if not tiles.shape[1]:
+        return
+    config = config or choose_prefill_config(head_size, k_cache.element_size())
+    score_scale, cap_scale = score_scales(scale, soft_cap)
+    rows = config.rows // config.programs
+    tokens = tile_tokens(group, rows)
+    programs = triton.cdiv(tile_tokens(group, config.rows), tokens)
+    _prefill_kernel[(kv_heads, tiles.shape[1], programs)](
+        q_TQ,
+        k_cache,
+        v_cache,
+        tables_RB,
+        rows_S,
+        starts_S1,
+        context_S,
+        tiles,
+        out_TQ,
+        tiles.shape[1],
+        q_TQ.stride(0),
+        out_TQ.stride(0),
+        tables_RB.stride(0),
+        k_cache.stride(0),
+        score_scale,
+        cap_scale,
+        GROUP=group,
+        TILE_TOKENS=tile_tokens(group, config.rows),
+        TOKENS=tokens,
+        ROWS=max(rows, triton.next_power_of_2(group)),
+        D=head_size,
+        DP=max(16, triton.next_power_of_2(head_size)),
+        BLOCK=block_size,
+        TILE=config.tile,
+        WINDOW=window,
+        CAPPED=soft_cap > 0,
+        PRECISION="tf32x3" if q_TQ.dtype == torch.float32 else "ieee",
+        PDL=pdl,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl,
+    )
+
+
+def prefill_attention_reference(
+    q_TQ: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables_RB: torch.Tensor,
+    rows_S: torch.Tensor,
+    starts_S1: torch.Tensor,
+    context_S: torch.Tensor,
+    tiles: torch.Tensor | None,
+    out_TQ: torch.Tensor,
+    *,
+    scale: float,
+    kv_heads: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    config: PrefillConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    starts = starts_S1.tolist()
+    for s, (row, context) in enumerate(zip(rows_S.tolist(), context_S.tolist(), strict=True)):
+        if context and starts[s + 1] > starts[s]:
+            keys, values = (cached_tokens(x, tables_RB[row], context) for x in (k_cache, v_cache))
+            q_THD = q_TQ[starts[s] : starts[s + 1]].unflatten(1, (-1, k_cache.shape[3]))
+            result = attention_reference(q_THD, keys, values, scale, window, soft_cap)
+            out_TQ[starts[s] : starts[s + 1]] = result.flatten(1).to(out_TQ.dtype)

@@ -1,0 +1,101 @@
+"""Compiles kernels for Hopper (sm_90) as their launchers would, without a GPU: run as
+`python ahead_of_time.py`, in a process of its own, since tests here may have Triton interpret.
+
+Prints a line of JSON for each launch: name, registers, bytes of stack (spills), shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ringcast.kernels.gpu import decode_attention as decode
+from ringcast.kernels.gpu import fused_decode_attention as fused
+from ringcast.kernels.gpu import prefill_attention as prefill
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Compiler:
+    """Stands where a launcher has its kernel, and compiles instead of launching."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *args, **named) -> None:
+        names = self.kernel.arg_names
+        values = dict(zip(names, args, strict=False)) | named
+        options = {name: value for name, value in named.items() if name not in names}
+        signature, constants, hints = {}, {}, {}
+        for place, parameter in enumerate(self.kernel.params):
+            kind, value = parameter.name, values[parameter.name]
+            aligned = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None:
+                signature[kind], constants[(place,)] = "constexpr", value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[kind] = TYPES[value.dtype]
+            else:
+                signature[kind] = "fp32" if isinstance(value, float) else "i32"
+                aligned &= isinstance(value, int) and value % 16 == 0
+            if aligned:
+                hints[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, hints)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        report(self.kernel.__name__, compiled)
+
+
+def report(name: str, compiled) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    figures = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+    print(json.dumps({"name": name, **figures}), flush=True)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def compile_all(heads: int, kv_heads: int, size: int, window: int, block_size: int) -> None:
+    """The launches of a model in bfloat16: decode for one and for many, fused, prefill."""
+    k = torch.zeros(2, kv_heads, block_size, size, dtype=torch.bfloat16)
+    tables = ints(1, 128)
+    how = {"scale": 1.0, "kv_heads": kv_heads, "window": window}
+    for sequences in (1, 64, 256):
+        q = torch.zeros(sequences, heads * size, dtype=torch.bfloat16)
+        scratch = decode.decode_scratch(sequences, heads, size, "cpu")
+        of_sequences = ints(sequences)
+        rest = (k, k, tables, of_sequences, of_sequences)
+        decode.decode_attention(q, *rest, q, scratch, longest=1024, pdl=True, **how)
+        if sequences == 1:
+            qkv = torch.zeros(1, (heads + 2 * kv_heads) * size, dtype=torch.bfloat16)
+            cos, weight = torch.zeros(64, size // 2), torch.ones(size)
+            before = (qkv, of_sequences, of_sequences, cos, cos)
+            norms = {"heads": heads, "q_weight_D": weight, "k_weight_D": weight}
+            fused.fused_decode_attention(*before, *rest, q, scratch, pdl=True, **norms, **how)
+    prefill.prefill_attention(q, *rest[:4], ints(257), ints(256), ints(2, 5), q, **how)
+
+
+if __name__ == "__main__":
+    for module in (decode, fused, prefill):
+        for name in vars(module).copy():
+            if name.endswith("_kernel"):
+                setattr(module, name, Compiler(getattr(module, name)))
+    compile_all(heads=16, kv_heads=8, size=128, window=0, block_size=64)
+    compile_all(heads=9, kv_heads=3, size=64, window=0, block_size=16)
+    compile_all(heads=4, kv_heads=1, size=256, window=512, block_size=64)
