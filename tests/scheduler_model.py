@@ -11,7 +11,8 @@ from itertools import count
 @dataclass(eq=False)
 class Choice:
     """held: it waits to fork. source: a fork's block to be copied. length: tokens that are known;
-    more may be computed. preempted: in the planning of which step.
+    more may be computed. stop_ids end it, but not in its first min_tokens - 1 tokens of output.
+    preempted: in the planning of which step.
     """
 
     request: str
@@ -19,6 +20,8 @@ class Choice:
     place: tuple
     num_prompt: int
     limit: int
+    stop_ids: frozenset
+    min_tokens: int
     length: int
     computed: int = 0
     preempted: int = -1
@@ -34,6 +37,10 @@ class Choice:
     def priority(self):
         return self.place[0]
 
+    @property
+    def num_output(self):
+        return self.length - self.num_prompt
+
 
 class Model:
     """`plan` returns [(name, number of tokens)] in order, or None. The steps from `oldest` to
@@ -48,11 +55,12 @@ class Model:
         self._streams = count()
         self._block_numbers = count()
 
-    def add(self, request, num_prompt, n, priority, max_tokens):
+    def add(self, request, num_prompt, n, priority, max_tokens, stop_ids=frozenset(), min_tokens=0):
         limit = min(num_prompt + max_tokens, self.num_blocks * self.config.block_size + 1)
         for i in range(n):
             place = priority, next(self._streams)
-            choice = Choice(request, i, place, num_prompt, limit, num_prompt)
+            stops = stop_ids, min_tokens
+            choice = Choice(request, i, place, num_prompt, limit, *stops, num_prompt)
             choice.state = "held" if i else "waiting"
             self.choices[choice.name] = choice
 
@@ -63,7 +71,7 @@ class Model:
         for name in [name for name in self.choices if name[0] == request]:
             self.end(name)
 
-    def token(self, name):
+    def token(self, name, token=None):
         """Its step's output is back."""
         choice = self.choices.get(name)
         if choice is None:
@@ -71,7 +79,8 @@ class Model:
         choice.length += 1
         for sibling in self.all("held", choice.request):
             self._fork(choice, sibling)
-        if choice.length >= choice.limit:
+        stops = token in choice.stop_ids and choice.num_output >= choice.min_tokens
+        if stops or choice.length >= choice.limit:
             self.end(name)
 
     def all(self, state, request=None):

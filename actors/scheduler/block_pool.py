@@ -92,6 +92,10 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def content(self, block: int) -> bytes | None:
+        """The hash that it is registered under."""
+        return self._hashes[block]
+
     def free_blocks(self) -> Iterator[int]:
         """In the order in which `take` would take them."""
         block = self._next[NULL_BLOCK]
@@ -104,9 +108,10 @@ class BlockPool:
         free = list(self.free_blocks())
         assert len(free) == len(set(free)) == self.num_free, "the free list has lost count"
         assert set(free) == {b for b in range(1, self.num_blocks) if not self._references[b]}
-        for block in range(1, self.num_blocks):
+        for block in range(self.num_blocks):
             found, wanted = self._references[block], expected.get(block, 0)
             assert found == wanted, f"block {block} has {found} references, its users say {wanted}"
+        assert self._hashes[NULL_BLOCK] is None, "the null block holds something"
         cached = [self._hashes[block] is not None for block in free]
         assert cached == sorted(cached), "a cached block lies before a free one"
         named = {

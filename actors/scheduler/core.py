@@ -27,6 +27,7 @@ is dropped, and counted as overshoot. A plan is empty only if a ping waits and n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Series
 from itertools import count
 from typing import Any
@@ -159,25 +160,26 @@ class SchedulerCore:
 
     def check(self) -> None:
         """Assert that no block, row or stream is lost. For tests and whenever the engine idles."""
-        planner = self.planner
+        planner, in_flight = self.planner, self._in_flight.values()
         sequences = self._streams.values()
         self.kv.check(sequences)
-        rows = [sequence.row for sequence in planner.running]
-        assert len(rows) == len(set(rows)), "two sequences have one row"
-        held = {s.stream for request in self._requests.values() for s in request.held}
-        early = {stream for stream in self._streams if not self.ready}
-        planned = {s.stream for s in (*planner.running, *planner.forks, *planner.waiting)}
-        known = planned | held | early
-        assert known == set(self._streams), "a stream is lost, or kept after its end"
-        assert known == {stream for request in self._requests.values() for stream in request.open}
-        for sequence in sequences:
-            running = sequence in planner.running
-            assert (sequence.row >= 0) == running
-            assert not (running and sequence.copy_sources), "its copy is made, and the source held"
-        for sequence in planner.running:
-            ahead = sequence.num_computed - len(sequence.tokens) + 1
-            assert ahead <= len(self._in_flight), "more of its tokens are awaited than steps"
-            assert sequence.num_computed < sequence.max_length, "it is computed beyond its end"
+        planner.check(in_flight)
+        held = [s for request in self._requests.values() for s in request.held]
+        early = [] if self.ready else [s for s in sequences if s not in held]
+        known = Counter(
+            sequence.stream
+            for queue in (planner.running, planner.forks, planner.waiting, held, early)
+            for sequence in queue
+        )
+        assert all(times == 1 for times in known.values()), "a sequence is in two queues"
+        assert known.keys() == set(self._streams), "a stream is lost, or kept after its end"
+        assert known.keys() == {
+            stream for request in self._requests.values() for stream in request.open
+        }
+        assert all(request.open for request in self._requests.values()), "a request has no choice"
+        for sequence in (*planner.waiting, *held, *early):
+            assert not sequence.block_ids, "it waits, and has blocks"
+        assert len(in_flight) <= self._max_steps_in_flight
 
     def _plan(self) -> list[Send]:
         in_flight, pings = self._in_flight, self._pings

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
+from itertools import zip_longest
 
 from ...mq.kv_groups import longest_sequence, most_blocks, window_of
 from ...mq.messages import FullAttentionSpec, KVSpec
@@ -185,7 +186,12 @@ class KVCache:
         expected: Counter[int] = Counter()
         for sequence in sequences:
             blocks, width = sequence.block_ids, self._num_groups
-            expected.update([*blocks, *sequence.copy_sources])
+            if not blocks:
+                assert sequence.capacity == sequence.num_computed == len(sequence.copy_sources) == 0
+                continue
+            held = [block for block in (*blocks, *sequence.copy_sources) if block != NULL_BLOCK]
+            assert len(set(held)) == len(held), "it has a block twice"
+            expected.update(held)
             assert sequence.capacity * width == len(blocks) * self.block_size
             assert sequence.num_computed <= sequence.capacity
             assert all(NULL_BLOCK not in blocks[g::width] for g in self._full)
@@ -193,8 +199,19 @@ class KVCache:
             for g, window in self._windows:
                 first = max(0, seen - window + 1) // self.block_size
                 assert NULL_BLOCK not in blocks[first * width + g :: width]
-        del expected[NULL_BLOCK]
+            self._check_hashes(sequence)
         self.pool.check(expected)
+
+    def _check_hashes(self, sequence: Sequence) -> None:
+        """Its blocks have the hashes of its content, or none: another one like it was first."""
+        caches = sequence.cache_at != NEVER
+        assert self.caching or not caches
+        full = sequence.num_registered if caches else 0
+        assert full * self.block_size <= sequence.num_computed
+        assert full <= len(sequence.hashes)
+        names = [content + s for content in sequence.hashes[:full] for s in self._suffixes]
+        for block, name in zip_longest(sequence.block_ids, names):
+            assert self.pool.content(block) in (None, name), f"block {block} has a stale hash"
 
     def _needed(self, sequence: Sequence, hits: list[int]) -> int:
         """How many blocks it takes at most until its known tokens are computed, behind the hits."""

@@ -39,6 +39,9 @@ who is preempted has not been planned: it comes later in the order than everybod
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
 
 from ...mq.config import EngineConfig
 from .kv_cache import KVCache
@@ -61,7 +64,8 @@ class Planner:
         self._max_partial = config.max_num_partial_prefills or NEVER
         self._max_long_partial = config.max_long_partial_prefills or NEVER
         self.waiting = WaitingQueue(self._threshold)
-        self._free_rows = list(reversed(range(config.max_num_seqs)))
+        self._num_rows = config.max_num_seqs
+        self._free_rows = list(reversed(range(self._num_rows)))
         self._removed: list[int] = []  # since the last plan
         self._number = self._oldest = 0  # the step that is planned, the oldest that is not back
 
@@ -113,6 +117,50 @@ class Planner:
         self._count(step)
         removed, self._removed = self._removed, []
         return step, removed
+
+    def check(self, in_flight: Iterable[Step]) -> None:
+        """Assert that rows and queues are sound, and that these steps, in order, fit to them."""
+        self._check_rows()
+        self._check_order()
+        awaited: Counter[Sequence] = Counter()  # tokens
+        for step in in_flight:
+            assert sum(step.num_tokens) <= self._budget, "a step is over its budget"
+            assert len(step.sequences) == len(step.num_tokens) <= self._num_rows
+            assert max(step.num_tokens, default=0) <= self._threshold
+            chunks = {sequence for sequence, _ in step.chunks}
+            for sequence in step.sequences.values():
+                awaited[sequence] += sequence not in chunks
+                since = sequence.preempted_in <= step.number
+                assert sequence.ended or (sequence.row >= 0) == since, "it runs too early"
+        for sequence in self.running:
+            ahead = sequence.num_computed - len(sequence.tokens) + 1
+            assert awaited[sequence] == max(0, ahead), "it awaits other tokens than it should"
+            assert sequence.num_computed < sequence.max_length, "it is computed beyond its end"
+
+    def _check_rows(self) -> None:
+        """Every row is free or somebody's, and those without one are where they should be."""
+        rows = [*self._free_rows, *(sequence.row for sequence in self.running)]
+        assert sorted(rows) == list(range(self._num_rows)), "a row is lost, or given out twice"
+        removed = self._removed
+        assert len(set(removed)) == len(removed), "a row is taken away twice"
+        assert set(removed) <= set(self._free_rows), "a row is taken away and somebody's"
+        for sequence in self.running:
+            assert sequence.block_ids, "it runs without blocks"
+            assert not sequence.copy_sources, "its copy is made, and the source held"
+        for sequence in self.forks:
+            assert sequence.row < 0 < len(sequence.block_ids)
+            assert sequence.num_computed == sequence.num_prompt - 1
+        for sequence in self.waiting:
+            assert sequence.row < 0 == sequence.num_computed
+            assert sequence.cache_at == NEVER, "it has no block to register"
+            assert sequence.preempted_in <= self._number
+
+    def _check_order(self) -> None:
+        for queue in (self.running, self.forks):
+            places = [sequence.place for sequence in queue]
+            assert all(a < b for a, b in pairwise(places)), "a queue is out of order"
+        for sequence in (*self.running, *self.forks, *self.waiting):
+            assert not sequence.ended, "it has ended, and is in a queue"
 
     def _plan_by_priority(self, step: Step) -> int:
         """Running sequences, and before the less urgent of them those that wait (rule 5)."""
