@@ -15,6 +15,7 @@ from ringcast.kernels.gpu.few_linear_table import (
     TUNED,
     Config,
     configuration,
+    rule,
     per_thread,
 )
 
@@ -139,9 +140,9 @@ def test_the_rule_holds_for_any_shape(gated):
 
 
 def test_few_outputs_get_a_program_each_and_many_share():
-    assert configuration(1024, 2048) == Config(rows=1, warps=4, block=2048)
-    assert configuration(151936, 1024) == Config(rows=4, warps=2, block=1024)
-    assert configuration(4096, 14336).block == 2048  # which divides 14336
+    assert rule(1024, 2048) == Config(rows=1, warps=4, block=2048)
+    assert rule(151936, 1024) == Config(rows=4, warps=2, block=1024)
+    assert rule(4096, 14336).block == 2048  # which divides 14336
 
 
 def test_the_table_comes_before_the_rule(monkeypatch):
