@@ -22,6 +22,7 @@ from pathlib import Path
 import bench_faults
 import bench_mq
 import bench_perplexity
+import bench_prefix
 import bench_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,6 +259,7 @@ BENCHMARKS = {
     "faults": (bench_faults.run, bench_faults.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
+    "prefix": (bench_prefix.run, bench_prefix.add_arguments),
     "decode": (decode, add_decode_arguments),
     "startup": (startup, add_server_arguments),
     "serving": (serving, add_server_arguments),
