@@ -8,9 +8,12 @@ template. What it says:
     stderr   on failure one last line with the reason, and exit status 1
 
 Weights and config are read with the gguf library alone; the tokenizer is rebuilt by transformers.
-Two things of a llama GGUF are not as in the original checkpoint: the rows of attn_q and attn_k are
-permuted from two halves to interleaved pairs (RoPE's other convention), and llama-3 RoPE scaling is
-a tensor of factors instead of parameters.
+What a GGUF has otherwise than the original checkpoint:
+
+    llama    the rows of attn_q and attn_k are permuted from two halves to interleaved pairs (RoPE's
+             other convention), and llama-3 RoPE scaling is a tensor of factors, not parameters
+    gemma3   the weights of norms have 1 added, and the keys leave out what is the same in every
+             Gemma 3 (llama.cpp has it in its code)
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -56,7 +60,13 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LAYER_GEMMA3 = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
+_ELEMENTS_AT_ONCE = 8 << 20
 
 
 def convert(source: Path, out: Path, on_tensor: OnTensor) -> None:
@@ -64,8 +74,9 @@ def convert(source: Path, out: Path, on_tensor: OnTensor) -> None:
     reader = open_gguf(source)
     metadata = Metadata(reader)
     config = make_config(metadata, reader)
-    names = {tensor.name: hf_name(tensor.name) for tensor in reader.tensors}
-    _require_all(set(names.values()), config)
+    layer = layer_names(metadata.architecture)
+    names = {tensor.name: hf_name(tensor.name, layer) for tensor in reader.tensors}
+    _require_all(set(names.values()), layer, config)
     _write_json(out / "config.json", config)
     tokens = {key: config[key] for key in config if key.endswith("token_id")}
     _write_json(out / "generation_config.json", tokens)
@@ -141,7 +152,6 @@ def make_config(metadata: Metadata, reader: Any) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.arch("attention.head_count_kv", heads),
         "head_dim": metadata.arch("attention.key_length", hidden // heads),
-        "hidden_act": "silu",
         "rms_norm_eps": metadata.arch("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.arch("context_length"),
         "rope_theta": metadata.arch("rope.freq_base", 10000.0),
@@ -150,7 +160,29 @@ def make_config(metadata: Metadata, reader: Any) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
     }
-    return config | _special_tokens(metadata)
+    own = _gemma3(metadata, config) if metadata.architecture == "gemma3" else {"hidden_act": "silu"}
+    return config | own | _special_tokens(metadata)
+
+
+def _gemma3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What is Gemma 3's own, in the layout that transformers 4 and 5 both read."""
+    head_dim, heads = config["head_dim"], config["num_attention_heads"]
+    is_27b = config["num_hidden_layers"] == 62
+    pattern = metadata.arch("attention.sliding_window_pattern", 6)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else head_dim,
+        "sliding_window": metadata.arch("attention.sliding_window"),
+        "sliding_window_pattern": pattern,
+        "layer_types": [
+            "sliding_attention" if (i + 1) % pattern else "full_attention"
+            for i in range(config["num_hidden_layers"])
+        ],
+        "rope_theta": metadata.arch("rope.freq_base", 1e6),
+        "rope_local_base_freq": metadata.arch("rope.freq_base_swa", 1e4),
+        "attn_logit_softcapping": metadata.arch("attn_logit_softcapping", None),
+        "final_logit_softcapping": metadata.arch("final_logit_softcapping", None),
+    }
 
 
 def _special_tokens(metadata: Metadata) -> dict[str, Any]:
@@ -210,35 +242,54 @@ def _write_weights(
     out: Path,
     on_tensor: OnTensor,
 ) -> None:
-    import torch
-    from gguf import dequantize
     from safetensors.torch import save_file
 
-    permuted = config["model_type"] == "llama"
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    kind = config["model_type"]
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
     for i, tensor in enumerate(reader.tensors):
         on_tensor(i, len(reader.tensors))
-        name = names[tensor.name]
+        name, part = names[tensor.name], tensor.name.split(".")[-2]
         if name is None:
             continue
-        array = dequantize(tensor.data, tensor.tensor_type)
-        if permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-            array = _halves_from_pairs(array, heads[tensor.name.split(".")[-2][-1]])
-        weights[name] = torch.from_numpy(np.array(array)).to(torch.bfloat16)
+        added = 1.0 if kind == "gemma3_text" and part.endswith("norm") else 0.0
+        weights[name] = _bf16(tensor, added)
+        if kind == "llama" and part in heads:
+            weights[name] = _halves_from_pairs(weights[name], heads[part])
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     on_tensor(len(reader.tensors), len(reader.tensors))
 
 
-def hf_name(name: str) -> str | None:
+def _bf16(tensor: Any, added: float) -> Any:
+    """A torch tensor of what is stored, less `added`. Some rows at a time: as float32, the
+    embedding of a large vocabulary is several times its file.
+    """
+    import torch
+    from gguf import dequantize
+
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    step = max(1, _ELEMENTS_AT_ONCE // math.prod(shape[1:]))
+    weights = torch.empty(shape, dtype=torch.bfloat16)
+    for first in range(0, shape[0], step):
+        rows = dequantize(tensor.data[first : first + step], tensor.tensor_type)
+        weights[first : first + step] = torch.from_numpy(rows - np.float32(added))
+    return weights
+
+
+def layer_names(architecture: str) -> dict[str, str]:
+    """The parts of a layer: GGUF's names to those of a checkpoint."""
+    return _LAYER_GEMMA3 if architecture == "gemma3" else _LAYER
+
+
+def hf_name(name: str, layers: dict[str, str]) -> str | None:
     """The tensor's name in a checkpoint; None for what the config says instead."""
     if name == _ROPE_FACTORS:
         return None
     match name.split("."):
         case [part, kind] if part in _TOP:
             return f"{_TOP[part]}.{kind}"
-        case ["blk", layer, part, kind] if part in _LAYER:
-            return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+        case ["blk", layer, part, kind] if part in layers:
+            return f"model.layers.{layer}.{layers[part]}.{kind}"
     raise BadGgufError(f"it holds a tensor of unknown use, {name}")
 
 
@@ -248,9 +299,10 @@ def _halves_from_pairs(array: Any, heads: int) -> Any:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _require_all(names: set[str | None], config: dict[str, Any]) -> None:
-    optional = {"attn_q_norm", "attn_k_norm"} if config["model_type"] != "qwen3" else set()
-    parts = [_LAYER[part] for part in _LAYER if part not in optional]
+def _require_all(names: set[str | None], layers: dict[str, str], config: dict[str, Any]) -> None:
+    has_qk_norm = config["model_type"] in ("qwen3", "gemma3_text")
+    optional = set() if has_qk_norm else {"attn_q_norm", "attn_k_norm"}
+    parts = [layers[part] for part in layers if part not in optional]
     needed = {f"{_TOP['token_embd']}.weight", f"{_TOP['output_norm']}.weight"}
     for layer in range(config["num_hidden_layers"]):
         needed |= {f"model.layers.{layer}.{part}.weight" for part in parts}

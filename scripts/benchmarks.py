@@ -24,6 +24,7 @@ import bench_faults
 import bench_mq
 import bench_offline
 import bench_perplexity
+import bench_prefix
 import bench_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,6 +182,7 @@ BENCHMARKS = {
     "faults": (bench_faults.run, bench_faults.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
+    "prefix": (bench_prefix.run, bench_prefix.add_arguments),
     "decode": (bench_decode.run, bench_decode.add_arguments),
     "offline": (bench_offline.run, bench_offline.add_arguments),
     "startup": (startup, add_server_arguments),

@@ -101,16 +101,20 @@ def test_a_long_sequence_holds_its_windows_only(model, prompts, depth):
     prompt = prompts[-1]  # 128 tokens
     e = engine(model, num_gpu_blocks_override=200, max_steps_in_flight=depth)
     e.add("a", prompt, GREEDY)
-    used = 0
+    used = []
     while e.scheduler.num_unfinished:
         e.step()
         statistics = e.scheduler.statistics()
-        used = max(used, statistics["num_blocks"] - 1 - statistics["free_blocks"])
+        used.append(statistics["num_blocks"] - 1 - statistics["free_blocks"])
     assert_greedy(model, prompt, e.tokens["a"][0])
     whole = -(-(len(prompt) + 24) // SIZE)
     # One group of two layers with full attention, two of windows: (8 - 1 + 32) / 4 + 1 blocks,
     # and those of a chunk in flight, which aren't registered yet.
-    assert whole < used <= whole + 2 * (11 + 8 * (depth - 1))
+    assert whole < max(used) <= whole + 2 * (11 + 8 * (depth - 1))
+    # At a token a step, no more than (8 - 1) / 4 + 1; the last step frees all.
+    assert whole < used[-2] <= whole + 2 * (3 + depth - 1)
+    assert used[-2] < max(used)
+    assert used[-1] == 0
 
 
 @pytest.mark.parametrize(("depth", "num_blocks"), [(1, 84), (2, 88), (3, 92)])

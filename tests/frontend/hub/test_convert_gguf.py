@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -29,6 +31,10 @@ from ringcast.mq.errors import ModelLoadError
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, LAYERS = 4, 2, 8, 32, 48, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), "he", "ll"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["▁", "▁h", "e", "l", "o", "h", "▁he", "ll", "llo", "▁hello"]
+GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", *BYTES, *WORDS]
+GEMMA_TYPES = [3] * 4 + [6] * len(BYTES) + [1] * len(WORDS)
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 Weights = dict[str, NDArray[np.float32]]
@@ -38,8 +44,9 @@ def random_weights(arch: str) -> Weights:
     """A checkpoint's tensors, by GGUF's names: small integers, which bf16 holds exactly."""
     random = np.random.default_rng(0)
     q, kv = HEADS * SIZE, KV_HEADS * SIZE
+    tokens = GEMMA_TOKENS if arch == "gemma3" else TOKENS
     shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (len(TOKENS), HIDDEN),
+        "token_embd.weight": (len(tokens), HIDDEN),
         "output_norm.weight": (HIDDEN,),
     }
     for i in range(LAYERS):
@@ -56,8 +63,10 @@ def random_weights(arch: str) -> Weights:
         }
         if arch == "qwen2":
             layer |= {f"attn_{part}.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv))}
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3"):
             layer |= {"attn_q_norm.weight": (SIZE,), "attn_k_norm.weight": (SIZE,)}
+        if arch == "gemma3":
+            layer |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
     return {k: random.integers(-99, 99, s).astype(np.float32) for k, s in shapes.items()}
 
@@ -85,13 +94,7 @@ def write_gguf(path: Path, arch: str, weights: Weights, **more: Any) -> Path:
     writer.add_rope_dimension_count(SIZE)
     writer.add_rope_freq_base(5000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(["h e", "l l"])
-    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    add_gemma_tokenizer(writer) if arch == "gemma3" else add_tokenizer(writer)
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in more.items():
         name = key.replace("arch__", f"{arch}__").replace("__", ".")
@@ -103,6 +106,30 @@ def write_gguf(path: Path, arch: str, weights: Weights, **more: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["h e", "l l"])
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def add_gemma_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(8)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(GEMMA_TOKENS)
+    writer.add_token_scores([-float(i) for i in range(len(GEMMA_TOKENS))])
+    writer.add_token_types(GEMMA_TYPES)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -126,11 +153,12 @@ def test_model_from_gguf(tmp_path: Path, cache: Path) -> None:
 
 
 def test_reason_comes_back_in_one_line(tmp_path: Path, cache: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", "gemma3", {"w": np.ones(4, dtype=np.float32)})
+    path = write_gguf(tmp_path / "model.gguf", "gemma2", {"w": np.ones(4, dtype=np.float32)})
     with pytest.raises(ModelLoadError) as caught:
         resolve_model(EngineConfig(model=str(path)))
     assert str(caught.value) == (
-        f"cannot convert {path}: its architecture is gemma3; supported are llama, qwen2, qwen3"
+        f"cannot convert {path}: its architecture is gemma2; supported are "
+        "llama, qwen2, qwen3, gemma3"
     )
     assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
 
@@ -145,16 +173,52 @@ def test_weights_and_tokenizer(arch: str, tmp_path: Path) -> None:
     out.mkdir()
     convert(path, out, lambda done, total: None)
 
-    written, expected = read_bf16(out / "model.safetensors"), random_weights(arch)
-    assert set(written) == {hf_name(name) for name in expected}
-    for name, array in expected.items():
-        np.testing.assert_array_equal(written[hf_name(name)], array, err_msg=name)
+    assert_weights(out, arch)
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 2}
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     encoded = tokenizer.encode("hello<|im_end|>é", add_special_tokens=False).ids
     assert [TOKENS[i] for i in encoded] == ["he", "ll", "o", "<|im_end|>", "Ã", "©"]
+
+
+def test_gemma3_weights_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gemma3", stored_weights("gemma3"))
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(convert_gguf, "_ELEMENTS_AT_ONCE", 100)  # a few rows at a time
+    convert(path, out, lambda done, total: None)
+
+    assert_weights(out, "gemma3")
+    assert not (out / "chat_template.jinja").exists()
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    encoded = tokenizer.encode(" hello helé<eos>").ids
+    pieces = ["<bos>", "▁hello", "▁he", "l", "<0xC3>", "<0xA9>", "<eos>"]
+    assert [GEMMA_TOKENS[i] for i in encoded] == pieces
+    assert tokenizer.decode(encoded) == " hello helé"
+    assert tokenizer.encode("hello", add_special_tokens=False).tokens == ["h", "e", "llo"]
+
+
+def test_quantised_weights_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(1)
+    array = random.standard_normal((7, 64)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    tensor = SimpleNamespace(
+        data=gguf.quantize(array, kind), tensor_type=kind, shape=np.array([64, 7])
+    )
+    whole = convert_gguf._bf16(tensor, 0.0).float().numpy()
+    np.testing.assert_allclose(whole, array, atol=0.03)
+    monkeypatch.setattr(convert_gguf, "_ELEMENTS_AT_ONCE", 130)
+    np.testing.assert_array_equal(convert_gguf._bf16(tensor, 0.0).float().numpy(), whole)
+
+
+def assert_weights(out: Path, arch: str) -> None:
+    written, expected = read_bf16(out / "model.safetensors"), random_weights(arch)
+    assert set(written) == {hf_name(name, arch) for name in expected}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(written[hf_name(name, arch)], array, err_msg=name)
 
 
 def read_bf16(path: Path) -> Weights:
@@ -178,11 +242,23 @@ def stored_weights(arch: str) -> Weights:
         for name in weights:
             if "attn_q" in name or "attn_k" in name:
                 weights[name] = interleaved(weights[name], HEADS if "attn_q" in name else KV_HEADS)
+    if arch == "gemma3":
+        for name in weights:
+            if name.endswith("norm.weight"):
+                weights[name] += 1
     return weights
 
 
-def hf_name(name: str) -> str:
+GEMMA_NAMES = (
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("ffn_norm", "pre_feedforward_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+)
+
+
+def hf_name(name: str, arch: str) -> str:
     for ours, theirs in (
+        *(GEMMA_NAMES if arch == "gemma3" else ()),
         ("token_embd", "model.embed_tokens"),
         ("output_norm", "model.norm"),
         ("blk.", "model.layers."),
@@ -230,6 +306,58 @@ def test_config(tmp_path: Path) -> None:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def test_gemma3_config(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gemma3", random_weights("gemma3"))
+    config = config_of(path)
+    sliding, full = "sliding_attention", "full_attention"
+    assert config == {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "vocab_size": len(GEMMA_TOKENS),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": SIZE,
+        "sliding_window": 8,
+        "sliding_window_pattern": 6,
+        "layer_types": [sliding] * LAYERS,
+        "rms_norm_eps": pytest.approx(1e-5),
+        "max_position_embeddings": 64,
+        "rope_theta": 5000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    read = transformers.AutoConfig.for_model(**config)
+    assert read.rope_parameters[full]["rope_theta"] == 5000.0
+    assert read.rope_parameters[sliding]["rope_theta"] == 10000.0
+
+    more = {
+        "arch__attention__sliding_window_pattern": 2,
+        "arch__rope__freq_base_swa": 700.0,
+        "arch__rope__scaling__type": "linear",
+        "arch__rope__scaling__factor": 8.0,
+    }
+    config = config_of(write_gguf(tmp_path / "b.gguf", "gemma3", random_weights("gemma3"), **more))
+    assert (config["layer_types"], config["rope_local_base_freq"]) == ([sliding, full], 700.0)
+    read = transformers.AutoConfig.for_model(**config)
+    kept = {key: read.rope_parameters[full][key] for key in ("rope_type", "factor", "rope_theta")}
+    assert kept == {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}
+    assert "factor" not in read.rope_parameters[sliding]
 
 
 def test_end_of_turn_is_an_eos_too(tmp_path: Path) -> None:
@@ -306,7 +434,7 @@ def test_foreign_file(tmp_path: Path, cache: Path, content: bytes) -> None:
 @pytest.mark.parametrize("name", ["w", "other.weight", "blk.0.ssm_in.weight", "blk.weight"])
 def test_tensor_of_unknown_use(name: str) -> None:
     with pytest.raises(BadGgufError, match=f"holds a tensor of unknown use, {name}"):
-        convert_gguf.hf_name(name)
+        convert_gguf.hf_name(name, convert_gguf.layer_names("llama"))
 
 
 def test_missing_tensor(tmp_path: Path, cache: Path) -> None:
@@ -316,6 +444,15 @@ def test_missing_tensor(tmp_path: Path, cache: Path) -> None:
     expected = r"1 tensors are missing, model\.layers\.1\.mlp\.up_proj\.weight among them"
     with pytest.raises(ModelLoadError, match=expected):
         resolve_model(EngineConfig(model=str(path)))
+
+
+@pytest.mark.parametrize("part", ["attn_q_norm", "post_attention_norm", "post_ffw_norm"])
+def test_missing_norm_of_gemma3(tmp_path: Path, part: str) -> None:
+    weights = random_weights("gemma3")
+    del weights[f"blk.0.{part}.weight"]
+    path = write_gguf(tmp_path / "m.gguf", "gemma3", weights)
+    with pytest.raises(BadGgufError, match=r"1 tensors are missing, model\.layers\.0\."):
+        convert(path, tmp_path / "out", lambda done, total: None)
 
 
 # --- once, until the file changes -----------------------------------------------------------------
