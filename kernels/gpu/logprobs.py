@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .sampling import clean_reference, is_last, pack_best, packed_score, packed_token
-from .sampling_noise import clean
+from .sampling_draws import clean
 
 _BLOCK = 2048
 _WIDTHS = (1, 8, 32)  # few kernels, all of which a start can compile

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .sampling import Draw, Kept, clean_reference, is_last, weight_of
-from .sampling_noise import clean
+from .sampling_draws import clean
 
 CAPACITY = 8192
 _BLOCK = 2048

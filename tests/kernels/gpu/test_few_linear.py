@@ -15,8 +15,8 @@ from ringcast.kernels.gpu.few_linear_table import (
     TUNED,
     Config,
     configuration,
-    rule,
     per_thread,
+    rule,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

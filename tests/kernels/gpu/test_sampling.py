@@ -12,13 +12,14 @@ from interpreted_triton import ON_GPU
 from kernels.gpu.devices import DEVICE, DTYPES
 
 from ringcast.kernels.gpu.sampling import (
+    UNIT,
     Draw,
     Kept,
     draw_scratch,
     sample_plain,
     sample_plain_reference,
 )
-from ringcast.kernels.gpu.sampling_noise import LANES, gumbel_reference, philox_reference
+from ringcast.kernels.gpu.sampling_draws import philox_reference, uniform_reference
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -53,7 +54,7 @@ def both(
     return answers
 
 
-# --- noise ----------------------------------------------------------------------------------------
+# --- draws ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,20 @@ def test_philox(counter: Any, key: Any, words: Any) -> None:
     assert tuple(int(word) for word in made) == words
 
 
-def test_noise_is_gumbel_and_finite() -> None:
-    seeds = torch.zeros(20, 3, dtype=torch.int32)
-    noise = gumbel_reference(9_000, torch.arange(20, dtype=torch.int32), seeds).double()
-    assert noise.isfinite().all()
-    # Left out: a constant. Without it -log(-log(u)) has uniform u.
-    uniform = torch.exp(-torch.exp(-(noise - noise.mean() + 0.5772156649)))
-    counts = torch.histc(uniform, 50, 0.0, 1.0).numpy()
-    check_counts(counts, np.full(50, noise.numel() / 50))
+def test_draws_are_the_cpus() -> None:
+    """The same numbers for the same names, on every device."""
+    from ringcast.executor import philox
+
+    generator = torch.Generator().manual_seed(1)
+    seeds = torch.randint(-(2**31), 2**31, (50, 3), generator=generator).int()
+    positions = torch.arange(0, 5000, 100, dtype=torch.int32)
+    low, high, choice = (
+        part.numpy().view(np.uint32).astype(np.uint64) for part in seeds.T.contiguous()
+    )
+    expected = philox.uniforms(
+        low | high << np.uint64(32), choice, positions.numpy().astype(np.uint64), philox.SAMPLE, 0
+    )
+    assert uniform_reference(positions, seeds).tolist() == expected.tolist()
 
 
 # --- against the reference ------------------------------------------------------------------------
@@ -90,7 +97,7 @@ def test_noise_is_gumbel_and_finite() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_tokens_as_the_reference(dtype: torch.dtype) -> None:
-    vocab = 4 * LANES + 77  # a second chunk
+    vocab = UNIT + 77  # a second chunk
     logits = random_logits(5, vocab, dtype, padding=19)
     draw = make_draw([0.0, 0.7, 1.0, 40.0])
     kernel, reference = both(
@@ -102,24 +109,24 @@ def test_same_tokens_as_the_reference(dtype: torch.dtype) -> None:
 
 
 def test_many_rows_take_several_units_a_program() -> None:
-    vocab, rows = 4 * LANES + 30, 17
+    vocab, rows = UNIT + 30, 17
     logits = random_logits(rows, vocab, torch.float32)
-    logits[:, 4 * LANES :] += 12
+    logits[:, UNIT:] += 12
     which = range(rows) if ON_GPU else [*range(3), *[-1] * (rows - 3)]
     kernel, reference = both(logits, which, range(rows), make_draw([1.0] * rows), vocab_size=vocab)
     assert kernel == reference
-    assert max(kernel) >= 4 * LANES
+    assert max(kernel) >= UNIT
 
 
 def test_greedy_takes_the_lowest_id_of_the_likeliest() -> None:
-    vocab = 4 * LANES + 9
+    vocab = UNIT + 9
     logits = random_logits(3, vocab, torch.float32)
-    logits[0, [vocab - 1, 1500, 700, 77 + LANES]] = 50.0
+    logits[0, [vocab - 1, 1500, 700, 589]] = 50.0
     logits[1, [vocab - 1, 1]] = 50.0
     logits[2] = -1.0
     logits[2, [5, 600]] = torch.tensor([-0.0, 0.0], device=DEVICE)
     tokens, _ = both(logits, [0, 0, 0], [1, 1, 1], make_draw([0.0]), vocab_size=vocab)
-    assert tokens == [77 + LANES, 1, 5]
+    assert tokens == [589, 1, 5]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
