@@ -55,7 +55,10 @@ def every_field() -> Iterator[tuple[type[msgspec.Struct], str, Any]]:
 
 
 # Options that are refused without another one.
-NEEDED = {"max_long_partial_prefills": ["--long-prefill-token-threshold", "8"]}
+NEEDED = {
+    "max_long_partial_prefills": ["--long-prefill-token-threshold", "8"],
+    "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
+}
 
 
 def words_for(name: str, value: Any, space: str) -> list[str]:
