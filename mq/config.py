@@ -246,6 +246,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         list[str], Meta(description="the names that clients use for the model")
     ] = []
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="let the model call tools as it sees fit; needs tool_call_parser")
+    ] = False
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3_json", "mistral", "pythonic"] | None,
+        Meta(description="how this model writes tool calls"),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal["deepseek_r1", "qwen3"] | None,
+        Meta(description="how this model marks its reasoning, which is given apart from the text"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice = True: needs tool_call_parser")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,16 +62,34 @@ class TokensPrompt(Message, tag="tokens"):
 
 
 class ChatPrompt(Message, tag="chat"):
-    """Messages for the model's chat template, as the JSON array that the user sent."""
+    """Messages for the model's chat template, as the JSON array that the user sent.
+
+    tools: the JSON array of the tools that the user offers, empty for none.
+    """
 
     messages: bytes
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     template_kwargs: bytes = b"{}"
+    tools: bytes = b""
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+class ParserSpec(Message):
+    """What is to be found in a chat's output: tool calls, reasoning (see actors/text/parsers).
+
+    tools, reasoning: the parsers' names, "" for none.
+    thinking: the prompt ends in the mark that opens the reasoning. The tokenizer sees it.
+    parallel: false gives the first call only.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    thinking: bool = False
+    parallel: bool = True
 
 
 class OutputSpec(Message):
@@ -85,6 +103,8 @@ class OutputSpec(Message):
     index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
         request).
     null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
+    parsers: of a chat's output. Rendered chunks are parsed by them; the text of others is left as
+        it is, with the special tokens that the parsers look for.
     """
 
     client: int
@@ -95,6 +115,7 @@ class OutputSpec(Message):
     created: int = 0
     index_offset: int = 0
     null_usage: bool = False
+    parsers: ParserSpec | None = None
 
 
 class Resume(Message):

@@ -34,6 +34,7 @@ from ...mq.messages import (
 )
 from ..core import PeerLost, Send
 from .logprob_rows import StepLogprobs
+from .parsers.output_parser import markers_of
 from .text_stream import TextStream
 from .text_tokenizer import TextTokenizer
 from .token_decoder import NoTokenDecoders, TokenDecoders
@@ -51,7 +52,9 @@ class DetokenizerCore:
         self, spec: ModelSpec, tokenizer: TextTokenizer | None, scheduler: str = "scheduler.0"
     ) -> None:
         self._scheduler = scheduler
+        self._tokenizer = tokenizer
         self._decoders = TokenDecoders(tokenizer) if tokenizer is not None else NoTokenDecoders()
+        self._left_out: dict[frozenset[str], frozenset[int]] = {}  # by the markers that are kept
         if not self._decoders.by_bytes:
             logger.warning("%s: this tokenizer's decoder is of a slower kind", spec.name)
         self._streams: dict[int, TextStream] = {}
@@ -103,8 +106,7 @@ class DetokenizerCore:
 
     def _open(self, opened: OpenStream) -> None:
         assert opened.stream not in self._streams, f"stream {opened.stream} is open already"
-        decoder = self._decoders.open(opened.params.skip_special_tokens, continues=True)
-        stream = self._streams[opened.stream] = TextStream(opened, decoder)
+        stream = self._streams[opened.stream] = self._stream(opened)
         if not opened.resumed:
             return
         try:
@@ -115,6 +117,18 @@ class DetokenizerCore:
         if stream.finish is not None:
             self._touched[stream] = None
             self._stopped[opened.stream] = stream.num_tokens
+
+    def _stream(self, opened: OpenStream) -> TextStream:
+        parsers, skip = opened.output.parsers, opened.params.skip_special_tokens
+        if parsers is None or not skip or self._tokenizer is None:
+            return TextStream(opened, self._decoders.open(skip, continues=True))
+        # Parsers see the special tokens that they look for, and no others.
+        markers = markers_of(parsers)
+        left_out = self._left_out.get(markers)
+        if left_out is None:
+            kept = {self._tokenizer.backend.token_to_id(marker) for marker in markers}
+            left_out = self._left_out[markers] = self._tokenizer.special_token_ids - kept
+        return TextStream(opened, self._decoders.open(False, continues=True), left_out)
 
     def _forget_all(self) -> None:
         self._streams.clear()

@@ -7,6 +7,11 @@ Nearly every event is a few characters of text between bytes that never change w
 those are made once and only the text is encoded. The first event of a chat choice also names the
 role; the last has finish_reason, and stop_reason beside it: the stop string or stop token id that
 was found, null for the model's own end. A stream that is resumed has had its first event.
+
+Of a chat whose output is parsed, events are made from deltas (parsers/parser.py): one for all text
+that comes together, and one for each start of a tool call and each part of its arguments, for
+clients that put calls together take one change to a call in an event. Reasoning goes by both names
+that clients know it by. finish_reason is "tool_calls" where there has been a call.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ import msgspec
 
 from ...mq.messages import Finish, OpenStream
 from .logprob_rows import LogprobRow
+from .parsers.parser import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 
+# vLLM's, and that of DeepSeek's API and of vLLM's earlier versions.
+REASONING_NAMES = ("reasoning", "reasoning_content")
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
 
@@ -61,6 +69,26 @@ class EventRenderer:
             self._first = False
         parts = (begin, _encode(text), self._close, self._logprobs(rows), _end(finish), self._tail)
         return b"".join(parts)
+
+    def events(
+        self, deltas: list[Delta], rows: Sequence[LogprobRow], finish: Finish | None, called: bool
+    ) -> bytes:
+        """The events of new deltas; the first has the logprobs, the last the finish.
+
+        called: there has been a tool call in this choice.
+        """
+        said = _fields(deltas)
+        events = []
+        for i, fields in enumerate(said):
+            if self._first:
+                content = None if fields else ""
+                fields = {"role": "assistant", "content": content, **fields}
+                self._first = False
+            end = _end(finish, called) if i == len(said) - 1 else _end(None)
+            parts = (self._head, b'"delta":', _encode(fields), self._logprobs(rows), end)
+            events += [*parts, self._tail]
+            rows = ()
+        return b"".join(events)
 
     def _logprobs(self, rows: Sequence[LogprobRow]) -> bytes:
         if not rows:
@@ -112,10 +140,39 @@ def _chat_row(row: LogprobRow) -> dict[str, Any]:
     return chosen | {"top_logprobs": likeliest}
 
 
-def _end(finish: Finish | None) -> bytes:
+def _end(finish: Finish | None, called: bool = False) -> bytes:
     if finish is None:
         return b',"finish_reason":null'
     return b',"finish_reason":%b,"stop_reason":%b' % (
-        _encode(finish.reason),
+        _encode(finish_reason(finish, called)),
         _encode(finish.stop_reason),
     )
+
+
+def finish_reason(finish: Finish, called: bool) -> str:
+    """As OpenAI says it. called: there has been a tool call."""
+    return "tool_calls" if called else finish.reason
+
+
+def _fields(deltas: list[Delta]) -> list[dict[str, Any]]:
+    """The `delta` object of each event; one at least."""
+    text: dict[str, Any] = {}
+    events = [text]
+    for delta in deltas:
+        if isinstance(delta, Content):
+            text["content"] = text.get("content", "") + delta.text
+        elif isinstance(delta, Reasoning):
+            for name in REASONING_NAMES:
+                text[name] = text.get(name, "") + delta.text
+        else:
+            events.append({"tool_calls": [_call_fields(delta)]})
+            text = {}
+            events.append(text)
+    return [event for event in events if event] or [{}]
+
+
+def _call_fields(delta: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
+    if isinstance(delta, ToolCallStart):
+        function = {"name": delta.name, "arguments": ""}
+        return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    return {"index": delta.index, "function": {"arguments": delta.text}}

@@ -14,11 +14,15 @@ that the request gets on (frontend/takeover.py).
 A stream that is `resumed` begins where another one was lost. Its tokens are taken again, and make
 nothing: what they bring back is half a character, what may be a stop string, the number of tokens.
 Since text does not depend on how it is cut into chunks, all goes on as if nothing had been.
+
+A stream whose output is parsed (parsers/) is a chat's that is rendered: its text goes through an
+OutputParser, and its events are made from what comes out. The text of one that is not rendered is
+left to its client to be parsed, with the special tokens that the parsers look for in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from ...mq import codec
 from ...mq.messages import (
@@ -33,6 +37,8 @@ from ...mq.messages import (
 )
 from .event_renderer import EventRenderer
 from .logprob_rows import LogprobRow, StepLogprobs, pack_rows
+from .parsers.output_parser import OutputParser, opener_of
+from .parsers.parser import Delta
 from .stop_strings import StopStrings
 from .token_decoder import TokenDecoder
 
@@ -42,14 +48,20 @@ _NO_LOGPROBS: tuple[TokenLogprobs | None, list[bytes | None]] = (None, [])
 
 
 class TextStream:
-    """num_tokens: output tokens so far. num_logprobs: the request's K, or None."""
+    """num_tokens: output tokens so far. num_logprobs: the request's K, or None.
+
+    left_out: tokens that are no text, beside those that `decoder` leaves out.
+    """
 
     __slots__ = (
         "_chunk_tokens",
         "_decoder",
+        "_deltas",
         "_first_index",
         "_ids",
+        "_left_out",
         "_num_prompt_rows",
+        "_parser",
         "_prompt_rows",
         "_renderer",
         "_rows",
@@ -64,7 +76,9 @@ class TextStream:
         "opened",
     )
 
-    def __init__(self, opened: OpenStream, decoder: TokenDecoder) -> None:
+    def __init__(
+        self, opened: OpenStream, decoder: TokenDecoder, left_out: Set[int] = frozenset()
+    ) -> None:
         params, output = opened.params, opened.output
         self.opened = opened
         self.client = output.client
@@ -73,6 +87,7 @@ class TextStream:
         self.num_cached_tokens = 0
         self.finish: Finish | None = None
         self._decoder = decoder
+        self._left_out = left_out
         self._stops = (
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
@@ -85,6 +100,13 @@ class TextStream:
         self._unrendered: list[LogprobRow] = []
         self._prompt_rows: list[LogprobRow] = []
         self._num_prompt_rows = 0
+        self._parser: OutputParser | None = None
+        self._deltas: list[Delta] = []
+        if output.parsers is not None:
+            if self._renderer is not None:
+                self._parser = OutputParser(output.parsers, opened.request_id, opened.choice)
+            if output.parsers.thinking:
+                self._add_text(opener_of(output.parsers))
 
     def resume(self, bytes_of: Callable[[int], bytes]) -> None:
         """Take `opened.resumed`. There may be a finish after it, as after any token.
@@ -101,6 +123,7 @@ class TextStream:
         finally:
             self._ids.clear()
             self._text.clear()
+            self._deltas.clear()
         if self._renderer is not None:
             texts = [bytes_of(i).decode(errors="replace") for i in token_ids]
             self._renderer.resume(sum(map(len, texts)))
@@ -119,11 +142,11 @@ class TextStream:
         self._ids.append(token_id)
         params = self.opened.params
         if params.detokenize and (params.include_stop_str_in_output or not ends_here):
-            text = self._decoder.feed(token_id)
+            text = "" if token_id in self._left_out else self._decoder.feed(token_id)
             if self._stops is not None:
                 text = self._search(self._stops, text)
             if text:
-                self._text.append(text)
+                self._add_text(text)
         return True
 
     def add_logprobs(self, row: LogprobRow) -> None:
@@ -152,7 +175,7 @@ class TextStream:
         if self._stops is not None:
             text = self._search(self._stops, text) + self._stops.release()
         if text:
-            self._text.append(text)
+            self._add_text(text)
         if self.finish is None:
             self._finish(end.reason, end.stop_reason, end.error)
 
@@ -202,12 +225,28 @@ class TextStream:
         if self._rows:
             self._unrendered += self._rows
         failed = finish is not None and finish.reason in ("abort", "error")
-        if failed or not (text or finish):
+        if failed:
             return b""
-        event = renderer.event(text, self._unrendered, finish)
+        parser = self._parser
+        if parser is not None:
+            deltas, self._deltas = self._deltas, []
+            if finish is not None:
+                deltas += parser.end()
+            if not (deltas or finish):
+                return b""
+            event = renderer.events(deltas, self._unrendered, finish, parser.called)
+        elif text or finish:
+            event = renderer.event(text, self._unrendered, finish)
+        else:
+            return b""
         if self._unrendered:
             self._unrendered = []
         return event
+
+    def _add_text(self, text: str) -> None:
+        self._text.append(text)
+        if self._parser is not None:
+            self._deltas += self._parser.feed(text)
 
     def _search(self, stops: StopStrings, text: str) -> str:
         armed = self.num_tokens >= self.opened.params.min_tokens

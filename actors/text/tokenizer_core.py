@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...mq import codec
@@ -30,6 +31,7 @@ from ...mq.messages import (
     ChatPrompt,
     ErrorInfo,
     Generate,
+    OutputSpec,
     Ping,
     Rejected,
     ResetPrefixCache,
@@ -40,6 +42,7 @@ from ...mq.sampling_params import SamplingParams
 from ..core import PeerLost, Send
 from .chat_messages import parse_messages
 from .chat_template import ChatTemplates
+from .parsers.output_parser import opener_of
 from .text_tokenizer import TextTokenizer
 from .token_options import check_token_ids, tokenise_bad_words
 
@@ -50,6 +53,8 @@ logger = logging.getLogger(__name__)
 # Near the cut the beginning may be split otherwise than the whole, by fewer tokens than the slack.
 _PROBE_CHARS_PER_TOKEN = 16
 _PROBE_SLACK = 64
+# The mark that opens the reasoning, and blanks after it, are in so many tokens at a prompt's end.
+_OPENER_TOKENS = 16
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -133,19 +138,29 @@ class TokenizerCore:
         if ids.size >= self._spec.max_model_len:
             raise self._too_long(str(ids.size), param)
         self._check_range(ids, param)
+        output = self._output(request.output, ids)
         self._num_prompt_tokens += ids.size
         return AddRequest(
             request_id=request.request_id,
             incarnation=request.incarnation,
             prompt_token_ids=codec.pack(ids),
             params=self._fit(request.params, int(ids.size)),
-            output=request.output,
+            output=output,
             arrival=request.arrival,
             cache_salt=request.cache_salt,
             bad_words=bad_words,
             resume=request.resume,
             priority=request.priority,
         )
+
+    def _output(self, output: OutputSpec, ids: NDArray[Any]) -> OutputSpec:
+        """The spec, which says whether the prompt ends within the model's reasoning."""
+        parsers = output.parsers
+        if parsers is None or not (opener := opener_of(parsers)):
+            return output
+        end = self._tokenizer.decode(ids[-_OPENER_TOKENS:].tolist(), skip_special_tokens=False)
+        thinking = end.rstrip().endswith(opener)
+        return replace(output, parsers=replace(parsers, thinking=thinking))
 
     def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:
         if isinstance(prompt, TokensPrompt):
@@ -220,7 +235,7 @@ class TokenizerCore:
                     "chat_template_kwargs",
                 )
         common = {
-            "tools": None,
+            "tools": msgspec.json.decode(prompt.tools) if prompt.tools else None,
             "documents": None,
             "add_generation_prompt": prompt.add_generation_prompt,
             "continue_final_message": prompt.continue_final_message,
@@ -249,7 +264,7 @@ class TokenizerCore:
                 f"leaves room for {room} after a prompt of {num_prompt_tokens}",
                 "min_tokens",
             )
-        return msgspec.structs.replace(params, max_tokens=room)
+        return replace(params, max_tokens=room)
 
     def _too_long(self, num_tokens: str, param: str) -> InvalidRequestError:
         return InvalidRequestError(

@@ -35,7 +35,7 @@ def make_app(
 ) -> web.Application:
     """The application. Run it with `handler_cancellation=True`, to notice clients that hang up."""
     app = web.Application(middlewares=[errors_as_json], client_max_size=server.max_body_bytes)
-    api = Api(client, spec, server.served_model_name or [spec.name], status)
+    api = Api(client, spec, server, status)
     app.router.add_get("/health", api.health)
     app.router.add_get("/ping", api.health)
     app.router.add_post("/ping", api.health)
@@ -57,12 +57,13 @@ class Api:
         self,
         client: EngineClient,
         spec: ModelSpec,
-        names: list[str],
+        server: ServerConfig,
         status: Callable[[], Awaitable[Status]],
     ) -> None:
         self._client = client
         self._spec = spec
-        self._names = names
+        self._server = server
+        self._names = server.served_model_name or [spec.name]
         self._status = status
         self._started = int(time.time())
 
@@ -116,7 +117,8 @@ class Api:
         params = sampling_params(asked, self._spec)
         request_id = _request_id(request)
         headers = {REQUEST_ID_HEADER: request_id}
-        with Generation(self._client, form, request_id, model) as generation:
+        parsers = asked.parsers(self._server) if isinstance(asked, ChatRequest) else None
+        with Generation(self._client, form, request_id, model, parsers) as generation:
             generation.submit(prompts, params, asked)
             if asked.stream:
                 return await generation.stream(request, asked.include_usage, headers)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ...mq.errors import InvalidRequestError, OverloadedError, RingcastError
-from ...mq.messages import OutputSpec, Prompt
+from ...mq.messages import OutputSpec, ParserSpec, Prompt
 from ...mq.sampling_params import SamplingParams
 from ..client import EngineClient
 from ..handle import RequestHandle
@@ -38,13 +38,24 @@ _STREAM_HEADERS = {
 
 
 class Generation:
-    """A handler's requests in the engine. The end of its `with` block aborts those still open."""
+    """A handler's requests in the engine. The end of its `with` block aborts those still open.
 
-    def __init__(self, client: EngineClient, form: Form, request_id: str, model: str) -> None:
+    parsers: what is to be found in a chat's output.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        form: Form,
+        request_id: str,
+        model: str,
+        parsers: ParserSpec | None = None,
+    ) -> None:
         self._client = client
         self._form = form
         self._id = _ID_PREFIX[form] + request_id
         self._model = model
+        self._parsers = parsers
         self._created = int(time.time())
         self._mailbox = Mailbox()
         self._handles: list[RequestHandle] = []
@@ -79,6 +90,7 @@ class Generation:
                 created=self._created,
                 index_offset=i * params.n,
                 null_usage=request.include_usage,
+                parsers=self._parsers,
             )
             handle = self._client.submit(
                 prompt,
@@ -93,10 +105,7 @@ class Generation:
     async def answer(self, headers: dict[str, str]) -> web.Response:
         """Everything at once. Raises whatever any of the requests ended with."""
         answers = {
-            handle.request_id: [
-                Answer(handle.request.output.index_offset + choice)
-                for choice in range(handle.request.params.n)
-            ]
+            handle.request_id: [Answer(handle, choice) for choice in range(handle.request.params.n)]
             for handle in self._handles
         }
         while chunks := await self._mailbox.take():

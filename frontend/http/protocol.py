@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...mq.config import ModelSpec
+from ...actors.text.event_renderer import REASONING_NAMES
+from ...mq.config import ModelSpec, ServerConfig
 from ...mq.errors import InvalidRequestError
-from ...mq.messages import ChatPrompt, Prompt
+from ...mq.messages import ChatPrompt, ParserSpec, Prompt
 from ...mq.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..prompts import chat_prompt, text_prompt, tokens_prompt
+from .tools import check_tool_choice, check_tools, tool_parser
 
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -52,16 +53,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
 
+_GUIDED = "it needs guided decoding, which this server doesn't have yet"
 _REASONS = {
     "chat_template": "templates in requests are not run; the server's is set by --chat-template",
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "response_format": f'{_GUIDED}; it can only be absent or {{"type":"text"}}',
+    "structured_outputs": _GUIDED,
     "use_beam_search": "LLM.beam_search in Python searches beams; over HTTP there is sampling only",
 }
 
@@ -142,15 +148,28 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     def chat_prompt(self) -> ChatPrompt:
         say_next = self.add_generation_prompt
-        return chat_prompt(
-            self.messages,
+        prompt = chat_prompt(
+            [_with_reasoning(message) for message in self.messages],
             add_generation_prompt=not self.continue_final_message if say_next is None else say_next,
             continue_final_message=self.continue_final_message,
             template_kwargs=self.chat_template_kwargs,
         )
+        if self.tools:
+            prompt = msgspec.structs.replace(prompt, tools=msgspec.json.encode(self.tools))
+        return prompt
+
+    def parsers(self, server: ServerConfig) -> ParserSpec | None:
+        """What is to be found in the output. Raises InvalidRequestError where that can't be."""
+        tools = tool_parser(self.tools, self.tool_choice, server)
+        if not tools and server.reasoning_parser is None:
+            return None
+        return ParserSpec(tools, server.reasoning_parser or "", parallel=self.parallel_tool_calls)
 
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -263,6 +282,8 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
             "prompt_logprobs can't be streamed: stream must be false", param="prompt_logprobs"
         )
     if isinstance(request, ChatRequest):
+        check_tools(request.tools)
+        check_tool_choice(request.tools, request.tool_choice)
         limits = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequestError(
@@ -270,6 +291,13 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
                 f"({request.max_completion_tokens}) contradict each other",
                 param="max_completion_tokens",
             )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning by each name that templates may read it by."""
+    given = [message[name] for name in REASONING_NAMES if message.get(name) is not None]
+    missing = [name for name in REASONING_NAMES if message.get(name) is None]
+    return message | dict.fromkeys(missing, given[0]) if given else message
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...actors.text.event_renderer import chat_logprobs, completion_logprobs
+from ...actors.text.event_renderer import (
+    REASONING_NAMES,
+    chat_logprobs,
+    completion_logprobs,
+    finish_reason,
+)
+from ...actors.text.parsers.output_parser import ToolCall, parse_output
 from ...mq.messages import Chunk
 from ..handle import RequestHandle
 from ..outputs import Logprob, logprob_rows, prompt_logprobs
@@ -41,8 +47,11 @@ def usage_of(handles: list[RequestHandle]) -> Usage:
 class Answer:
     """One choice of a complete answer, from its chunks."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, handle: RequestHandle, choice: int) -> None:
+        output = handle.request.output
+        self.index = output.index_offset + choice
+        self._key = (handle.request_id, choice)
+        self._parsers = output.parsers
         self._chunks: list[Chunk] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -53,15 +62,31 @@ class Answer:
         finish = self._chunks[-1].finish
         assert finish is not None
         said: dict[str, Any] = {"text": text}
+        called = False
         if form == "chat":
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = self._message(text)
+            said, called = {"message": message}, "tool_calls" in message
         return {
             "index": self.index,
             **said,
             "logprobs": self._logprobs(form),
-            "finish_reason": finish.reason,
+            "finish_reason": finish_reason(finish, called),
             "stop_reason": finish.stop_reason,
         }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._parsers is None:
+            return message
+        output = parse_output(text, self._parsers, *self._key)
+        message["content"] = output.content
+        if self._parsers.reasoning:
+            message |= dict.fromkeys(REASONING_NAMES, output.reasoning or None)
+        if output.tool_calls:
+            message["tool_calls"] = [_tool_call(call) for call in output.tool_calls]
+        if output.tool_calls or output.reasoning:
+            message["content"] = output.content or None
+        return message
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None]:
         """Of the request's prompt; the first choice alone has them."""
@@ -72,6 +97,11 @@ class Answer:
         if not rows:
             return None
         return chat_logprobs(rows) if form == "chat" else completion_logprobs(rows)
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def add_prompt_logprobs(body: dict[str, Any], groups: list[list[Answer]], form: Form) -> None:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from ringcast.actors.text.event_renderer import EventRenderer
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
+from ringcast.actors.text.parsers.output_parser import OutputParser
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
 from ringcast.frontend.loop_thread import LoopThread
@@ -219,6 +220,9 @@ class Speaker:
         )
         output = request.output
         self._renderer = EventRenderer(opened) if output.form != "raw" else None
+        self._parser = None
+        if output.parsers is not None:
+            self._parser = OutputParser(output.parsers, request.request_id, choice)
         self._words: list[str] = []
         self._rows: list[LogprobRow] = []
 
@@ -226,6 +230,16 @@ class Speaker:
         for place, word in enumerate(words):
             self.token(place, word)
         self._words, self._rows = [], []
+
+    def _data(self, text: str, rows: list[LogprobRow], finish: Finish | None) -> bytes:
+        if self._renderer is None:
+            return b""
+        if self._parser is None:
+            return self._renderer.event(text, rows, finish)
+        deltas = self._parser.feed(text) + (self._parser.end() if finish is not None else [])
+        if not deltas and finish is None:
+            return b""
+        return self._renderer.events(deltas, rows, finish, self._parser.called)
 
     def token(self, place: int, word: str) -> Chunk | None:
         self.num_tokens += 1
@@ -255,7 +269,7 @@ class Speaker:
             first_index=first,
             token_ids=codec.pack(np.arange(100 + first, 100 + self.num_tokens)),
             text=text,
-            data=self._renderer.event(text, rows, finish) if self._renderer else b"",
+            data=self._data(text, rows, finish),
             finish=finish,
             logprobs=logprobs,
             logprob_tokens=texts,

@@ -96,6 +96,14 @@ def test_server_options_have_bounds(option, value):
         build(ServerConfig, {option: value})
 
 
+def test_auto_tool_choice_needs_a_parser():
+    with pytest.raises(ConfigError, match="enable_auto_tool_choice = True: needs tool_call_parser"):
+        build(ServerConfig, {"enable_auto_tool_choice": True})
+    build(ServerConfig, {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"})
+    with pytest.raises(ConfigError, match="tool_call_parser = 'own'"):
+        build(ServerConfig, {"tool_call_parser": "own"})
+
+
 def test_a_fault_inside_a_list_names_the_option():
     with pytest.raises(ConfigError, match=r"^served_model_name = "):
         build(ServerConfig, {"served_model_name": ["a", 1]})

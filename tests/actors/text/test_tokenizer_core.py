@@ -25,6 +25,7 @@ from ringcast.mq.messages import (
     ErrorInfo,
     Generate,
     OutputSpec,
+    ParserSpec,
     Ping,
     Prompt,
     Rejected,
@@ -208,6 +209,41 @@ def test_which_template_is_taken(spec: ModelSpec, byte_level: TextTokenizer) -> 
     driver = with_template(driver, spec, "the spec's")
     assert text(driver.ids(chat())) == "the spec's"
     assert text(driver.ids(chat(chat_template="the request's"))) == "the request's"
+
+
+def test_tools_of_a_request(spec: ModelSpec, byte_level: TextTokenizer) -> None:
+    templates = {"default": "own", "tool_use": "{{ tools[0].function.name }}, {{ tools | tojson }}"}
+    own = TextTokenizer(byte_level.backend, chat_templates=templates)
+    tools = b'[{"type": "function", "function": {"name": "f"}}]'
+    wide = msgspec.structs.replace(spec, max_model_len=256)
+    ids = Driver(wide, own).ids(chat(tools=tools))
+    assert own.backend.decode(ids) == f"f, {tools.decode()}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "thinking"),
+    [
+        ("{{ messages[0].content }}<think>\n", "qwen3", True),
+        ("{{ messages[0].content }}<think>", "deepseek_r1", True),
+        ("<think>\n\n</think>\n\n", "qwen3", False),
+        ("<think>{{ messages[0].content }}", "qwen3", False),
+        ("hi<think>", "", False),
+    ],
+)
+def test_whether_the_prompt_opens_the_reasoning(
+    driver: Driver, spec: ModelSpec, template: str, reasoning: str, thinking: bool
+) -> None:
+    driver = with_template(driver, spec, template)
+    parsers = ParserSpec("hermes", reasoning)
+    output = OutputSpec(client=7, parsers=parsers)
+    first = msgspec.structs.replace(generate(chat()), output=output)
+    *_, send = driver.core.handle("client.7", first, 0.0)
+    assert send.message.output.parsers == msgspec.structs.replace(parsers, thinking=thinking)
+    # A takeover brings the tokens alone.
+    prompt = TokensPrompt(send.message.prompt_token_ids)
+    again = msgspec.structs.replace(first, prompt=prompt)
+    *_, resent = driver.core.handle("client.7", again, 0.0)
+    assert resent.message.output == send.message.output
 
 
 def test_what_a_template_sees(driver: Driver, spec: ModelSpec) -> None:

@@ -59,6 +59,7 @@ def every_field() -> Iterator[tuple[type[msgspec.Struct], str, Any]]:
 # Options that are refused without another one.
 NEEDED = {
     "block_size": ["--device", "cpu"],
+    "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "enforce_eager": ["--device", "cuda"],
     "gpu_memory_utilization": ["--device", "cuda"],
     "max_long_partial_prefills": ["--long-prefill-token-threshold", "8"],

@@ -86,8 +86,10 @@ async def test_fields_of_both(serve: Any, change: Any, param: str, words: str) -
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"top_logprobs": 2}, "top_logprobs"),
