@@ -156,7 +156,7 @@ class TokenizerCore:
     def _output(self, output: OutputSpec, ids: NDArray[Any]) -> OutputSpec:
         """The spec, which says whether the prompt ends within the model's reasoning."""
         parsers = output.parsers
-        if parsers is None or not (opener := opener_of(parsers)):
+        if parsers is None or self._tokenizer is None or not (opener := opener_of(parsers)):
             return output
         end = self._tokenizer.decode(ids[-_OPENER_TOKENS:].tolist(), skip_special_tokens=False)
         thinking = end.rstrip().endswith(opener)

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": ("ringcast.frontend.cli.serve", "serve a model over HTTP, as OpenAI's API does"),
     "chat": ("ringcast.frontend.cli.chat", "talk to a model in the terminal"),
     "generate": ("ringcast.frontend.cli.generate", "complete prompts and print the texts"),
+    "batch": ("ringcast.frontend.cli.batch", "answer a file of requests in OpenAI's batch format"),
     "pull": ("ringcast.frontend.cli.pull", "fetch a model and convert it, ready to serve"),
     "models": ("ringcast.frontend.cli.models", "list the models known by name"),
     "top": ("ringcast.frontend.cli.top", "watch the actors of a running server"),

@@ -33,7 +33,7 @@ class RemoteServer:
         try:
             async with self._open().get(self.url + path) as answer:
                 return await _read(answer)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             raise self._unreachable(error) from None
 
     async def model(self) -> str:

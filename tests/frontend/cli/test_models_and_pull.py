@@ -9,6 +9,7 @@ import pytest
 
 from ringcast.frontend.cli import models, pull
 from ringcast.frontend.cli.main import main
+from ringcast.frontend.hub.catalogue import CATALOGUE
 from ringcast.mq.config import DEFAULT_MODEL
 
 
@@ -20,10 +21,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_models_when_piped(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
-    heading, row = capsys.readouterr().out.splitlines()
+    heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split("\t") == ["name", "parameters", "size", "download", "license", "where"]
-    assert row.split("\t")[0] == DEFAULT_MODEL
-    assert row.split("\t")[-1] == "not pulled"
+    assert [row.split("\t")[0] for row in rows] == list(CATALOGUE)
+    assert DEFAULT_MODEL in CATALOGUE
+    assert {row.split("\t")[-1] for row in rows} == {"not pulled"}
 
 
 def test_models_on_a_terminal(
