@@ -42,7 +42,7 @@ def test_models_on_a_terminal(
 
 def test_models_as_json(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json"]) == 0
-    (model,) = json.loads(capsys.readouterr().out)
+    model = next(m for m in json.loads(capsys.readouterr().out) if m["name"] == DEFAULT_MODEL)
     assert model["name"] == DEFAULT_MODEL
     assert model["num_parameters"] == 134515008
     assert model["pulled"] is False
