@@ -27,7 +27,7 @@ from .batch_linear_table import MOST_SPLITS, Config, configuration, rule
 
 LINE_BYTES = 128
 # Float32 elements of scratch for split launches, at most. A weight of many rows isn't split.
-MOST_PARTS = 1 << 22
+MOST_PARTS = 1 << 23
 MOST_TILES = 4096
 
 
@@ -115,7 +115,7 @@ def batch_linear(
         out_TN.stride(0),
         ACTIVATION=activation,
         ONE_TILE=token_tiles == 1,
-        EVEN=inputs % chosen.block == 0,
+        EVEN=_is_even(chosen, inputs),
         ROWS=chosen.rows,
         TOKENS=chosen.tokens,
         BLOCK=chosen.block,
@@ -128,6 +128,15 @@ def batch_linear(
         num_warps=chosen.warps,
         launch_pdl=pdl,
     )
+
+
+def _is_even(config: Config, inputs: int) -> bool:
+    """Whether no block that is loaded ends past the inputs."""
+    if config.stages > 1:
+        return inputs % config.block == 0
+    if config.splits * config.block < inputs:
+        raise ValueError(f"{config} has one block a split, too few for {inputs} inputs")
+    return config.splits * config.block == inputs
 
 
 def _lines(config: Config, itemsize: int) -> int:
@@ -193,6 +202,29 @@ def _prefetch(places):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _block(places, k, start, inputs, EVEN: tl.constexpr, present=None):
+    """Inputs start + k of some rows, those `present`; zeros past the last input."""
+    if EVEN and present is None:
+        block = tl.load(places + start)
+    elif EVEN:
+        block = tl.load(places + start, mask=present, other=0.0)
+    elif present is None:
+        block = tl.load(places + start, mask=k < inputs - start, other=0.0)
+    else:
+        block = tl.load(places + start, mask=present & (k < inputs - start), other=0.0)
+    return block
+
+
+@triton.jit
+def _add_product(y, w, values, SWAP: tl.constexpr):
+    if SWAP:
+        y = tl.dot(w, tl.trans(values), y, input_precision="tf32x3")
+    else:
+        y = tl.dot(values, tl.trans(w), y, input_precision="tf32x3")
+    return y
 
 
 @triton.jit
@@ -283,31 +315,28 @@ def _batch_linear_kernel(
     length = tl.cdiv(blocks, SPLITS)
     first = split * length
     last = tl.minimum(first + length, blocks)
+    k = tl.arange(0, BLOCK)[None, :]
+    w_places = first_of_row + k
     if LINES:
         ahead = first * BLOCK + tl.arange(0, LINES) * LINE
         _prefetch(first_of_row + tl.minimum(ahead, inputs - 1)[None, :])
+    if STAGES == 1:
+        w = _block(w_places, k, first * BLOCK, inputs, EVEN)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     present = (token < tokens)[:, None]
-    k = tl.arange(0, BLOCK)[None, :]
-    w_places = first_of_row + k
     x_places = x + token.to(tl.int64)[:, None] * x_stride + k
     y = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        start = block * BLOCK
-        if EVEN:
-            w = tl.load(w_places + start)
-            values = tl.load(x_places + start, mask=present, other=0.0)
-        else:
-            inside = k < inputs - start
-            w = tl.load(w_places + start, mask=inside, other=0.0)
-            values = tl.load(x_places + start, mask=present & inside, other=0.0)
-        if SWAP:
-            y = tl.dot(w, tl.trans(values), y, input_precision="tf32x3")
-        else:
-            y = tl.dot(values, tl.trans(w), y, input_precision="tf32x3")
+    if STAGES == 1:
+        values = _block(x_places, k, first * BLOCK, inputs, EVEN, present)
+        y = _add_product(y, w, values, SWAP)
+    else:
+        for block in tl.range(first, last, num_stages=STAGES):
+            w = _block(w_places, k, block * BLOCK, inputs, EVEN)
+            values = _block(x_places, k, block * BLOCK, inputs, EVEN, present)
+            y = _add_product(y, w, values, SWAP)
     if not SWAP:
         y = tl.trans(y)
 
@@ -345,10 +374,7 @@ def _batch_linear_kernel(
             tl.store(counters + tile, 0)
             total = tl.zeros([ROWS, TOKENS], tl.float32)
             for other in tl.static_range(SPLITS):
-                part = tl.load(
-                    places + other * size, mask=split != other, other=0.0, cache_modifier=".cg"
-                )
-                total += tl.where(split == other, y, part)
+                total += tl.load(places + other * size, cache_modifier=".cg")
             _write(
                 total,
                 bias,

@@ -3,8 +3,9 @@
 A program takes `rows` rows of the weight (of a gated activation: half of them gates, half ups),
 `tokens` rows of x, and one of `splits` pieces of the inputs, `block` inputs at a time, with
 `stages` blocks in flight. `prefetch` blocks of the weight are asked into the L2 cache before the
-kernel ahead has ended. `swap` gives the weight to the tensor core as the left operand, whose 64
-rows it then fills however few the tokens are; without, the tokens are the left operand.
+kernel ahead has ended. With one stage a split is one block, and all of its weight is in shared
+memory by then. `swap` gives the weight to the tensor core as the left operand, whose 64 rows it
+then fills however few the tokens are; without, the tokens are the left operand.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MULTIPROCESSORS = 132
-MOST_SPLITS = 8
-MOST_TOKENS = 256  # in a program
+MOST_SPLITS = 16
 # Bytes of shared memory that all stages may take, so that two programs share a multiprocessor.
 SHARED_BYTES = 108 * 1024
 

@@ -39,6 +39,7 @@ from ringcast.kernels.gpu.batch_linear import (
     batch_linear_scratch,
 )
 from ringcast.kernels.gpu.batch_linear_table import (
+    MOST_SPLITS,
     SHARED_BYTES,
     Config,
     rule,
@@ -52,7 +53,7 @@ REPLAYS = 7
 CACHE_TIMES = 3  # copies of a weight together fill the L2 cache so many times
 MOST_SHARED = 220 * 1024
 SHARED_ONE = 200 * 1024  # for stages, where a program has a multiprocessor to itself
-REFINED = 2  # configurations of the first round that the second varies
+REFINED = 1  # configurations of the first round that the second varies
 
 
 class Shape(NamedTuple):
@@ -133,6 +134,21 @@ def cuts(case: Case, itemsize: int) -> Iterator[Config]:
             yield fitted(case, Config(rows, tile, block, splits, 4, stages, 4, swap), itemsize)
 
 
+def wholes(case: Case, itemsize: int) -> Iterator[Config]:
+    """Ways to cut the work so that a split is one block, loaded before the wait."""
+    shape, tokens = case
+    tile = tokens_tile(tokens)
+    for rows, block in product((16, 32, 64, 128), (128, 256, 512)):
+        splits = -(-shape.inputs // block)
+        programs = -(-shape.rows // rows) * -(-tokens // tile) * splits
+        wasted = splits * block / shape.inputs - 1
+        held = rows * block * itemsize
+        fits = tile <= 64 and splits <= MOST_SPLITS and 8192 <= held <= 65536
+        if fits and 96 <= programs <= 600 and wasted <= 0.1:
+            warps = 8 if held > 32768 else 4
+            yield Config(rows, tile, block, splits, warps, 1, 1, rows >= 64)
+
+
 def fitted(case: Case, config: Config, itemsize: int) -> Config:
     """With warps for its accumulators, and no more stages or prefetch than it has blocks."""
     blocks = max(1, -(-case.shape.inputs // config.block) // config.splits)
@@ -145,8 +161,13 @@ def fitted(case: Case, config: Config, itemsize: int) -> Config:
     )
 
 
-def variants(case: Case, config: Config, itemsize: int) -> Iterator[Config]:
+def variants(config: Config) -> Iterator[Config]:
     """Of a good configuration: other warps, stages, prefetch, operands, blocks."""
+    if config.stages == 1:
+        yield config._replace(prefetch=0)
+        yield config._replace(warps=12 - config.warps)
+        yield config._replace(swap=not config.swap)
+        return
     yield config._replace(prefetch=0)
     yield config._replace(prefetch=min(4 * config.prefetch, 16))
     yield config._replace(warps=12 - config.warps)
@@ -254,7 +275,8 @@ def compile_all(plan: Plan, pool: ProcessPoolExecutor, dtype: torch.dtype) -> No
     for case, configs in plan.items():
         for config in configs:
             one_tile = case.tokens <= config.tokens
-            even = case.shape.inputs % config.block == 0
+            loaded = config.block * (config.splits if config.stages == 1 else 1)
+            even = case.shape.inputs % loaded == 0
             key = (config, case.shape.part, one_tile, even, case.shape.rows % 16)
             of[case, config] = key
             keys.setdefault(key, (case, config, dtype))
@@ -317,9 +339,9 @@ def search(cases: list[Case], options: argparse.Namespace) -> Times:
             for case in cases:
                 if refine:
                     best = best_of(times[case])[:REFINED]
-                    found = [c for b in best for c in variants(case, b, itemsize)]
+                    found = [c for b in best for c in variants(b)]
                 else:
-                    found = list(cuts(case, itemsize))
+                    found = [*cuts(case, itemsize), *wholes(case, itemsize)]
                 plan[case] = [
                     config
                     for config in dict.fromkeys(found)
