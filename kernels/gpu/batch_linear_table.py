@@ -31,7 +31,98 @@ class Config(NamedTuple):
 
 # (rows of the weight, inputs, gated) -> {tokens: configuration}, where it beats cuBLAS by more than
 # 3 % in scripts/gpu_bench/batch_linear.py on an H200. None: cuBLAS was as good at so many tokens.
-TUNED: dict[tuple[int, int, bool], dict[int, Config | None]] = {}
+TUNED: dict[tuple[int, int, bool], dict[int, Config | None]] = {
+    (4096, 1024, False): {
+        2: Config(64, 16, 512, 2, 8, 1, 0, True),
+        8: Config(64, 16, 512, 2, 4, 1, 1, True),
+        16: Config(128, 16, 256, 4, 8, 1, 0, True),
+        32: Config(64, 32, 128, 2, 4, 5, 4, True),
+        64: Config(32, 64, 128, 1, 4, 6, 0, False),
+        128: None,
+        256: None,
+    },
+    (1024, 2048, False): {
+        2: Config(32, 16, 512, 4, 4, 1, 0, False),
+        8: Config(32, 16, 512, 4, 4, 1, 0, False),
+        16: Config(32, 16, 512, 4, 4, 1, 0, False),
+        32: Config(32, 32, 512, 4, 4, 1, 1, False),
+        64: Config(32, 64, 128, 4, 4, 5, 4, False),
+        128: Config(32, 64, 256, 2, 4, 3, 4, False),
+        256: None,
+    },
+    (6144, 1024, True): {
+        2: Config(64, 16, 128, 1, 4, 6, 0, True),
+        8: Config(64, 16, 128, 1, 4, 6, 0, True),
+        16: Config(64, 16, 128, 1, 4, 6, 0, True),
+        32: Config(64, 32, 128, 1, 4, 5, 4, True),
+        64: Config(32, 64, 128, 1, 4, 4, 0, False),
+        128: Config(128, 64, 64, 1, 4, 6, 4, True),
+        256: None,
+    },
+    (1024, 3072, False): {
+        2: Config(64, 16, 512, 6, 4, 1, 1, True),
+        8: Config(64, 16, 512, 6, 4, 1, 1, True),
+        16: Config(64, 16, 512, 6, 4, 1, 1, True),
+        32: Config(32, 32, 512, 6, 4, 1, 0, False),
+        64: Config(32, 64, 128, 4, 4, 5, 6, False),
+        128: Config(64, 64, 128, 4, 4, 5, 4, True),
+        256: None,
+    },
+    (151936, 1024, False): {
+        2: Config(128, 16, 128, 1, 4, 5, 0, True),
+        8: Config(128, 16, 128, 1, 8, 5, 2, True),
+        16: Config(128, 16, 128, 1, 4, 5, 2, True),
+        32: Config(64, 32, 128, 1, 4, 4, 0, True),
+        64: Config(64, 64, 64, 1, 4, 6, 8, True),
+        128: None,
+        256: None,
+    },
+    (6144, 4096, False): {
+        2: Config(64, 16, 128, 1, 4, 6, 0, True),
+        8: None,
+        16: None,
+        32: None,
+        64: None,
+        128: None,
+        256: None,
+    },
+    (4096, 4096, False): {
+        2: Config(64, 16, 128, 2, 4, 6, 4, True),
+        8: Config(64, 16, 128, 2, 4, 6, 4, True),
+        16: Config(64, 16, 128, 2, 4, 6, 4, True),
+        32: Config(64, 32, 128, 2, 4, 6, 4, True),
+        64: None,
+        128: None,
+        256: None,
+    },
+    (28672, 4096, True): {
+        2: None,
+        8: None,
+        16: None,
+        32: None,
+        64: Config(128, 64, 128, 1, 8, 4, 2, True),
+        128: Config(128, 128, 64, 1, 8, 3, 4, False),
+        256: None,
+    },
+    (4096, 14336, False): {
+        2: Config(64, 16, 128, 2, 4, 6, 4, True),
+        8: Config(64, 16, 128, 2, 4, 6, 0, True),
+        16: Config(64, 16, 128, 2, 4, 6, 4, True),
+        32: Config(64, 32, 128, 2, 4, 5, 4, True),
+        64: Config(64, 64, 128, 2, 4, 5, 4, True),
+        128: None,
+        256: None,
+    },
+    (128256, 4096, False): {
+        2: Config(128, 16, 128, 1, 4, 3, 2, True),
+        8: Config(128, 16, 128, 1, 8, 3, 2, True),
+        16: Config(128, 16, 128, 1, 8, 3, 2, True),
+        32: Config(128, 32, 128, 1, 8, 2, 2, True),
+        64: Config(128, 64, 128, 1, 4, 2, 2, False),
+        128: None,
+        256: None,
+    },
+}
 
 
 def configuration(rows: int, inputs: int, gated: bool, tokens: int) -> Config | None:
