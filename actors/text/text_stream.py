@@ -29,6 +29,7 @@ from ...mq.messages import (
     OpenStream,
     PromptLogprobs,
     StreamEnd,
+    Timing,
     TokenLogprobs,
 )
 from .event_renderer import EventRenderer
@@ -62,6 +63,7 @@ class TextStream:
         "num_logprobs",
         "num_tokens",
         "opened",
+        "timing",
     )
 
     def __init__(self, opened: OpenStream, decoder: TokenDecoder) -> None:
@@ -71,6 +73,7 @@ class TextStream:
         self.num_logprobs = params.logprobs
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.timing: Timing | None = None
         self.finish: Finish | None = None
         self._decoder = decoder
         self._stops = (
@@ -229,6 +232,7 @@ class TextStream:
             num_cached_tokens=self.num_cached_tokens,
             stop_reason=stop_reason,
             error=error,
+            timing=self.timing,
         )
 
 
