@@ -41,6 +41,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -48,6 +49,7 @@ from ..mq.config import ModelSpec
 from ..mq.errors import EngineDeadError, InvalidRequestError, OverloadedError, RingcastError
 from ..mq.messages import (
     Accepted,
+    Chunk,
     Chunks,
     ClientToTokenizer,
     Generate,
@@ -70,6 +72,16 @@ _PRIORITIES = 1 << 63  # as far as a message's integers go
 _DRAINING = "the server is shutting down and takes no new requests"
 
 
+class Observer(Protocol):
+    """Whoever counts what goes through a ledger. It changes nothing there."""
+
+    def received(self, handle: RequestHandle, chunk: Chunk, now: float) -> None:
+        """A chunk that is no duplicate has come."""
+
+    def closed(self, handle: RequestHandle) -> None:
+        """The request has left the ledger, by whatever way."""
+
+
 class EngineClient:
     """Hands requests to an engine and takes its answers. All of it runs on one event loop.
 
@@ -77,7 +89,8 @@ class EngineClient:
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
     policy: the engine's scheduling_policy, "fcfs" or "priority".
-    draining: set it, and new requests are refused. dead: what `fail_all` was told.
+    draining: set it, and new requests are refused. dead: what `fail_all` was told. observer: set
+    it before the first request.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class EngineClient:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.draining = False
         self.dead: EngineDeadError | None = None
+        self.observer: Observer | None = None
         self._policy = policy
         self._send_to = send
         self._ledger: dict[str, RequestHandle] = {}
@@ -168,7 +182,7 @@ class EngineClient:
         """Take in a message of the engine's: Chunks, Accepted, Rejected, or an answer."""
         if isinstance(message, Chunks):
             self._pulse.beat()
-            takeover = self._takeover
+            takeover, observer, now = self._takeover, self.observer, time.monotonic()
             for chunk in message.chunks:
                 handle = self._ledger.get(chunk.request_id)
                 if (
@@ -177,7 +191,10 @@ class EngineClient:
                     or not handle.accept(chunk)
                 ):
                     self._num_dropped += 1
-                elif chunk.finish is not None and not handle.open:
+                    continue
+                if observer is not None:
+                    observer.received(handle, chunk, now)
+                if chunk.finish is not None and not handle.open:
                     self._close(handle)
                 elif handle is takeover.on_trial and handle.proven:
                     takeover.settle(handle)
@@ -312,6 +329,8 @@ class EngineClient:
     def _close(self, handle: RequestHandle) -> None:
         del self._ledger[handle.request_id]
         self._takeover.settle(handle)
+        if self.observer is not None:
+            self.observer.closed(handle)
         if not self._ledger:
             for waiter in self._idle:
                 if not waiter.done():

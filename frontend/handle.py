@@ -38,7 +38,7 @@ class RequestHandle:
     emitted: by choice, the token ids handed to the caller so far (i32 bytes).
     finishes: by choice, its terminal, once it has come.
     prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
-    mailbox: where its chunks arrive.
+    mailbox: where its chunks arrive. streamed: whether each token comes as soon as it is there.
     parked, aborting: see client.py's table. accepted: by the tokenizer, since it was last sent.
     at_large: parked, and yet an older incarnation may still be in the engine.
     strikes, blows, struck_with: see takeover.py; the latter is what had died at the last of them.
@@ -65,6 +65,7 @@ class RequestHandle:
         "prompt_token_ids",
         "proven",
         "request",
+        "streamed",
         "strikes",
         "struck_with",
     )
@@ -92,7 +93,8 @@ class RequestHandle:
         self.blows = 0
         self.struck_with = ""
         self._num_unfinished = n
-        self._rendered = request.output.delta and request.output.form != "raw"
+        self.streamed = request.output.delta
+        self._rendered = self.streamed and request.output.form != "raw"
         self._resume_at = [0] * n  # bytes of `emitted`
         self._prove_at = [_PROOF_BYTES] * n  # likewise
         self._abort = abort

@@ -399,11 +399,23 @@ class StreamEnd(Message):
     error: ErrorInfo | None = None
 
 
+class Timing(Message):
+    """When the scheduler had a choice's request, sent it to the workers first, had its first token.
+
+    Of a choice that was taken over with some output there is none.
+    """
+
+    queued: float
+    scheduled: float
+    first_token: float
+
+
 class StreamStep(Message, tag="step"):
     """The new tokens of one step for all of a detokenizer's streams, then the ends of streams.
 
     cached: (stream, prompt tokens found in the prefix cache), with the stream's first token, for
         those that found any.
+    timings: (stream, its Timing), with the stream's first token.
     prompt_logprobs: come in order, before the stream's first token; after a preemption from the
         beginning again.
     """
@@ -415,6 +427,7 @@ class StreamStep(Message, tag="step"):
     logprobs: TokenLogprobs | None = None
     cached: list[tuple[int, int]] = []
     prompt_logprobs: list[PromptLogprobs] = []
+    timings: list[tuple[int, Timing]] = []
 
 
 SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
@@ -445,6 +458,7 @@ class Finish(Message):
     num_cached_tokens: int = 0
     stop_reason: int | str | None = None
     error: ErrorInfo | None = None
+    timing: Timing | None = None
 
 
 class Chunk(Message):

@@ -74,7 +74,7 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(model):
 
 
 def test_completions_stream_and_not(model):
-    with serve(model, *FAKE, "--load-format", "dummy") as server:
+    with serve(model, *FAKE, "--load-format", "dummy", "--disable-access-log") as server:
         name = server.get("/v1/models")["data"][0]["id"]
         body = {"model": name, "prompt": "abc", "max_tokens": 8, "seed": 1}
         status, answer = server.post("/v1/completions", body)

@@ -107,7 +107,7 @@ class SchedulerCore:
 
     def flush(self, now: float) -> Series[Send]:
         wanted = self._streams or self._pings
-        sends = self._plan() if wanted and self.ready else []
+        sends = self._plan(now) if wanted and self.ready else []
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
         return sends
 
@@ -132,7 +132,7 @@ class SchedulerCore:
         one; overshoot_tokens were sampled behind the end of their sequence: dropped when they came,
         or cut off by a stop string; ttft_seconds is from the arrival of requests to the first token
         of their choices, of which there were first_tokens; step_seconds is what the workers spent
-        on steps.
+        on steps; the rest is in step_sizes.py.
         """
         planner, pool = self.planner, self.kv.pool
         running = len(planner.running)
@@ -156,6 +156,7 @@ class SchedulerCore:
             "step_seconds": self._step_seconds,
             "ttft_seconds": self._ttft_seconds,
             "first_tokens": self._num_first_tokens,
+            **planner.step_sizes.statistics(),
         }
 
     def check(self) -> None:
@@ -181,13 +182,14 @@ class SchedulerCore:
             assert not sequence.block_ids, "it waits, and has blocks"
         assert len(in_flight) <= self._max_steps_in_flight
 
-    def _plan(self) -> list[Send]:
+    def _plan(self, now: float) -> list[Send]:
         in_flight, pings = self._in_flight, self._pings
         sends = []
         while len(in_flight) < self._max_steps_in_flight:
             number = self._num_steps
             oldest = next(iter(in_flight), number)
-            planned = self.planner.plan(number, oldest, even_empty=bool(pings and not in_flight))
+            even_empty = bool(pings and not in_flight)
+            planned = self.planner.plan(number, oldest, even_empty, now)
             if planned is None:
                 break
             step, removed = planned
@@ -205,7 +207,8 @@ class SchedulerCore:
                 return
             self._end_all(old)
         spec = self._spec
-        request = Request(message, self._next_stream, spec.eos_token_ids, spec.max_model_len)
+        ends = spec.eos_token_ids, spec.max_model_len
+        request = Request(message, self._next_stream, *ends, self._now)
         self._requests[request.request_id] = request
         for stream, sequence in request.open.items():
             self._streams[stream] = sequence
@@ -414,6 +417,8 @@ class SchedulerCore:
         if not index:
             self._ttft_seconds += self._now - request.arrival
             self._num_first_tokens += 1
+            timing = messages.Timing(request.queued, sequence.scheduled, self._now)
+            self._outbox.timings.append((sequence.stream, timing))
         if sequence.num_cached > 0:
             self._outbox.cached.append((sequence.stream, sequence.num_cached))
         if request.held:

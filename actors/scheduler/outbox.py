@@ -51,6 +51,7 @@ class Outbox:
                     cached=self.cached,
                     logprobs=_joined(self._logprobs),
                     prompt_logprobs=self._prompt_logprobs,
+                    timings=self.timings,
                 )
             )
         out += self.pings
@@ -66,6 +67,7 @@ class Outbox:
         self.token_ids: list[int] = []
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
+        self.timings: list[tuple[int, messages.Timing]] = []
         self.pings: list[messages.Ping] = []
         self.resets: list[messages.ResetPrefixCache] = []
         self._logprobs: list[messages.TokenLogprobs] = []

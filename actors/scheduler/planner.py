@@ -48,6 +48,7 @@ from .kv_cache import KVCache
 from .order import Ordered, WaitingQueue, place_of, priority_of
 from .sequence import NEVER, Sequence
 from .step import Step
+from .step_sizes import StepSizes
 
 
 class Planner:
@@ -57,6 +58,7 @@ class Planner:
         self.forks = Ordered()
         self.running = Ordered()
         self.preemptions = self.mixed_steps = self.chunked_prefills = self.num_forks = 0
+        self.step_sizes = StepSizes()
         self.scheduled_tokens = self.prefix_queries = self.prefix_hits = self.prompt_tokens = 0
         self._kv = kv
         self._budget = config.max_num_batched_tokens
@@ -67,6 +69,7 @@ class Planner:
         self._num_rows = config.max_num_seqs
         self._free_rows = list(reversed(range(self._num_rows)))
         self._removed: list[int] = []  # since the last plan
+        self._now = 0.0
         self._number = self._oldest = 0  # the step that is planned, the oldest that is not back
 
     def add(self, sequence: Sequence) -> None:
@@ -98,14 +101,14 @@ class Planner:
         self._kv.release(sequence)
 
     def plan(
-        self, number: int, oldest: int, even_empty: bool = False
+        self, number: int, oldest: int, even_empty: bool = False, now: float = 0.0
     ) -> tuple[Step, list[int]] | None:
         """The next step and the rows that leave before it, or None if nothing is to compute.
 
         oldest: the first step that is not back; `number` itself if none is in flight. even_empty: a
         step that computes nothing will do, too.
         """
-        self._number, self._oldest = number, oldest
+        self._number, self._oldest, self._now = number, oldest, now
         step = Step(number)
         budget = self._plan_by_priority(step)
         if self.forks:
@@ -280,6 +283,8 @@ class Planner:
 
     def _enter(self, step: Step, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
+        if sequence.scheduled < 0:
+            sequence.scheduled = self._now
         self.running.add(sequence)
         step.enter(sequence)
 
@@ -316,6 +321,8 @@ class Planner:
             self.prefix_hits += sequence.num_cached
 
     def _count(self, step: Step) -> None:
-        self.scheduled_tokens += sum(step.num_tokens)
+        num_tokens = sum(step.num_tokens)
+        self.scheduled_tokens += num_tokens
+        self.step_sizes.add(num_tokens)
         self.chunked_prefills += len(step.chunks)
         self.mixed_steps += 0 < step.num_prefills < len(step.sequences)

@@ -12,7 +12,7 @@ class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one; none
     of a request that is resumed, whose choices have nothing more in common than their prompt.
     counted: the prompt is in the statistics. hashes: of the prompt's full blocks, once they were
-    asked for. priority: the lower, the more urgent.
+    asked for. priority: the lower, the more urgent. queued: when it got here.
     """
 
     __slots__ = (
@@ -27,6 +27,7 @@ class Request:
         "params",
         "priority",
         "prompt",
+        "queued",
         "request_id",
         "salt",
     )
@@ -37,8 +38,10 @@ class Request:
         streams: Iterator[int],
         eos_token_ids: Iterable[int],
         max_model_len: int,
+        queued: float = 0.0,
     ) -> None:
         params = message.params
+        self.queued = queued
         self.request_id = message.request_id
         self.arrival = message.arrival
         self.incarnation = message.incarnation

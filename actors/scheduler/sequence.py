@@ -37,6 +37,7 @@ class Sequence:
     max_length, min_length: len(tokens) at which it ends, and below which no stop id ends it.
     num_cached: prompt tokens found in the cache when it (or what it forked from) first entered; -1
         before. Output that was found, too, is not in it.
+    scheduled: when it was first given a row; below 0 before.
     preempted_in: the number of the step in whose planning it was preempted last. It enters again
         when all steps before that one are back, as some of its tokens may be in them.
     block_ids: one for each group of layers, then the next of each. 0 where it has none: a sliding
@@ -68,6 +69,7 @@ class Sequence:
         "preempted_in",
         "request",
         "row",
+        "scheduled",
         "stop_ids",
         "stream",
         "tokens",
@@ -95,6 +97,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = -1
         self.row = -1
+        self.scheduled = -1.0
         self.preempted_in = -1
         self.ended = False
         self.block_ids: list[int] = []

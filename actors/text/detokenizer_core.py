@@ -147,6 +147,9 @@ class DetokenizerCore:
         for number, num_cached_tokens in step.cached:
             if (cached := self._streams.get(number)) is not None:
                 cached.num_cached_tokens = num_cached_tokens
+        for number, timing in step.timings:
+            if (begun := self._streams.get(number)) is not None:
+                begun.timing = timing
         for at, (number, index, token_id) in enumerate(zip(numbers, indices, ids, strict=True)):
             stream = self._streams.get(number)
             if stream is None or stream.finish is not None:

@@ -33,6 +33,7 @@ from ...mq.messages import (
     OpenStream,
     PromptLogprobs,
     StreamEnd,
+    Timing,
     TokenLogprobs,
 )
 from .event_renderer import EventRenderer
@@ -74,6 +75,7 @@ class TextStream:
         "num_logprobs",
         "num_tokens",
         "opened",
+        "timing",
     )
 
     def __init__(
@@ -85,6 +87,7 @@ class TextStream:
         self.num_logprobs = params.logprobs
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.timing: Timing | None = None
         self.finish: Finish | None = None
         self._decoder = decoder
         self._left_out = left_out
@@ -268,6 +271,7 @@ class TextStream:
             num_cached_tokens=self.num_cached_tokens,
             stop_reason=stop_reason,
             error=error,
+            timing=self.timing,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,7 @@ import aiohttp
 import msgspec
 
 from ...mq.errors import ConfigError, InvalidRequestError, RequestFailedError, RingcastError
+from ..http.access import VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _EVENT = b"data: "
@@ -17,7 +19,7 @@ _DONE = b"[DONE]"
 
 
 class RemoteServer:
-    """Use it as an async context manager, on one event loop.
+    """Use it as an async context manager, on one event loop. The key is that of RINGCAST_API_KEY.
 
     Everything raises ConfigError where no server answers, InvalidRequestError for what the server
     refuses, and RequestFailedError for what fails there.
@@ -84,7 +86,9 @@ class RemoteServer:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout)
+            key = os.environ.get(VARIABLE)
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=headers)
         return self._session
 
     def _unreachable(self, error: Exception) -> RingcastError:

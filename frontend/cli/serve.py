@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
 from ...mq import supervision
 from ...mq.config import EngineConfig, ServerConfig
+from ..http.access import with_keys
 from ..http.listener import bind
+from ..http.tls import make_context
 from ..hub import resolve_model
 from .options import add_options, read_options
 from .progress import StartProgress
@@ -28,8 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     engine = read_options(args, EngineConfig)
-    server = read_options(args, ServerConfig)
+    server = with_keys(read_options(args, ServerConfig), os.environ)
+    make_context(server)  # what is wrong with the certificate is said at once
     with bind(server.host, server.port) as listener, StartProgress() as progress:
+        if (warning := exposure(server, listener.getsockname()[0])) is not None:
+            _say(warning)
         spec = resolve_model(engine, progress.on_model)
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
@@ -85,6 +92,15 @@ def _in_words(details: dict[str, str | int | float]) -> str:
         elif name in ("dtype", "threads", "linear", "attention", "num_blocks"):
             words.append(f"{name.replace('_', ' ')} {value}")
     return ", ".join(words)
+
+
+def exposure(server: ServerConfig, address: str) -> str | None:
+    """A warning, if others than this machine's users may use the server. address: as bound."""
+    if server.api_key or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return None
+    return (
+        f"warning: whoever can reach {server.host} may use this server: it has no key (--api-key)"
+    )
 
 
 def _say(text: str) -> None:

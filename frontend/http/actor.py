@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
+from collections.abc import Coroutine
 from typing import Any
-
-from aiohttp import web
 
 from ...actors.base import Actor
 from ...actors.boot import Boot
@@ -14,9 +15,13 @@ from ...actors.control import Control
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ..client import EngineClient
+from ..metrics.recorder import Recorder
+from ..metrics.throughput import INTERVAL_SECONDS, Throughput
 from .app import make_app
+from .http_server import HttpServer
+from .log import log_to_stderr
 
-LAST_BYTES_SECONDS = 1.0  # that slow clients get to read the end of their answers at shutdown
+_log = logging.getLogger("ringcast.stats")
 
 
 class ApiServer(Actor):
@@ -24,9 +29,13 @@ class ApiServer(Actor):
 
     def __init__(self, boot: Boot, control: Control) -> None:
         super().__init__(boot, control)
-        self._runner: web.AppRunner | None = None
+        self._http: HttpServer | None = None
         self._status: list[asyncio.Future[supervision.Status]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self) -> None:
+        log_to_stderr()
+        super().run()
 
     async def start(self) -> dict[str, str | int | float]:
         boot = self.boot
@@ -41,11 +50,9 @@ class ApiServer(Actor):
             engine.seed,
             engine.scheduling_policy,
         )
-        app = make_app(self._client, boot.spec, boot.server, self._ask_status)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_BYTES_SECONDS
-        )
-        await self._runner.setup()
+        self._client.observer = recorder = Recorder()
+        app = make_app(self._client, boot.spec, boot.server, self._ask_status, recorder)
+        self._http = HttpServer(app, boot.server)
         return {}
 
     def on_batch(self, batch: list[tuple[str, Any]]) -> None:
@@ -79,19 +86,22 @@ class ApiServer(Actor):
     def statistics(self) -> dict[str, float]:
         return self._client.statistics()
 
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        server, index = self.boot.server, self._client.index
+        assert server is not None
+        # Each API server would say the same of the one engine.
+        quiet = server.disable_log_stats or index > 0
+        return [*super().background(), *([] if quiet else [self._log_throughput()])]
+
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._http is not None:
+            await self._http.close()
 
     async def _open_door(self) -> None:
-        assert self._runner is not None
-        listener = socket.socket(fileno=self.boot.listen_fd)
-        host, port = listener.getsockname()[:2]
-        await web.SockSite(self._runner, listener, backlog=1024).start()
-        self.control.send(
-            supervision.Listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        )
+        assert self._http is not None
+        address = await self._http.open(socket.socket(fileno=self.boot.listen_fd))
+        self.control.send(supervision.Listening(address))
 
     async def _drain(self, timeout: float) -> None:
         """Refuse new requests, let those that run end, abort what is left at the deadline."""
@@ -108,6 +118,13 @@ class ApiServer(Actor):
         self._status.append(answer)
         self.control.send(supervision.StatusRequest())
         return await answer
+
+    async def _log_throughput(self) -> None:
+        throughput = Throughput()
+        while True:
+            if (line := throughput.line(await self._ask_status(), time.monotonic())) is not None:
+                _log.info(line)
+            await asyncio.sleep(INTERVAL_SECONDS)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,18 +11,23 @@ from aiohttp import web
 
 from ... import __version__
 from ...mq.config import ModelSpec, ServerConfig
-from ...mq.errors import InvalidRequestError, UnknownModelError
+from ...mq.errors import UnknownModelError
 from ...mq.messages import Message, Prompt
 from ...mq.supervision import Status
 from ..client import EngineClient
+from ..metrics.recorder import Recorder
+from . import request_id
+from .access import Access
+from .access_log import log_access
+from .body_limit import body_within
+from .cors import Cors
 from .errors import errors_as_json, respond
 from .generation import Generation
+from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .responses import Form
 
 READY_SECONDS = 5.0  # that a silent engine gets to answer /ready
-REQUEST_ID_HEADER = "X-Request-Id"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 
 def make_app(
@@ -32,10 +35,14 @@ def make_app(
     spec: ModelSpec,
     server: ServerConfig,
     status: Callable[[], Awaitable[Status]],
+    recorder: Recorder,
 ) -> web.Application:
-    """The application. Run it with `handler_cancellation=True`, to notice clients that hang up."""
-    app = web.Application(middlewares=[errors_as_json], client_max_size=server.max_body_bytes)
+    """The application, to be run by an HttpServer."""
+    app = web.Application(client_max_size=server.max_body_bytes)
+    add_middlewares(app, server)
+    names = server.served_model_name or [spec.name]
     api = Api(client, spec, server, status)
+    app.router.add_get("/metrics", Metrics(status, recorder, names[0]).scrape)
     app.router.add_get("/health", api.health)
     app.router.add_get("/ping", api.health)
     app.router.add_post("/ping", api.health)
@@ -48,6 +55,18 @@ def make_app(
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
     return app
+
+
+def add_middlewares(app: web.Application, server: ServerConfig) -> None:
+    """What every request goes through, from the outermost on."""
+    app.middlewares.append(request_id.identify)
+    app.on_response_prepare.append(request_id.mark)
+    if not server.disable_access_log:
+        app.middlewares.append(log_access)
+    app.middlewares.append(errors_as_json)
+    Cors(server).add_to(app)
+    app.middlewares.append(Access(server).guard)
+    app.middlewares.append(body_within(server.body_timeout))
 
 
 class Api:
@@ -115,10 +134,10 @@ class Api:
         prompts: list[Prompt],
     ) -> web.StreamResponse:
         params = sampling_params(asked, self._spec)
-        request_id = _request_id(request)
-        headers = {REQUEST_ID_HEADER: request_id}
+        request_id.check(request)
+        headers = {request_id.HEADER: request_id.current()}
         parsers = asked.parsers(self._server) if isinstance(asked, ChatRequest) else None
-        with Generation(self._client, form, request_id, model, parsers) as generation:
+        with Generation(self._client, form, request_id.current(), model, parsers) as generation:
             generation.submit(prompts, params, asked)
             if asked.stream:
                 return await generation.stream(request, asked.include_usage, headers)
@@ -145,18 +164,6 @@ class Api:
             "parent": None,
             "max_model_len": self._spec.max_model_len,
         }
-
-
-def _request_id(request: web.Request) -> str:
-    given = request.headers.get(REQUEST_ID_HEADER)
-    if given is None:
-        return uuid.uuid4().hex
-    if _REQUEST_ID.fullmatch(given) is None:
-        raise InvalidRequestError(
-            f"{REQUEST_ID_HEADER} must be 1 to 128 letters, digits or any of _.:-",
-            param=REQUEST_ID_HEADER,
-        )
-    return given
 
 
 def as_dict(value: Any) -> Any:

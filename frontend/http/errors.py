@@ -16,6 +16,21 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger("ringcast.http")
 
 
+class RefusedError(RingcastError):
+    """This server doesn't do it, whatever the engine could: no key, too many requests, too slow.
+
+    headers: that the answer must have.
+    """
+
+    def __init__(
+        self, message: str, *, status: int, code: str, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = headers or {}
+
+
 class ErrorBody(msgspec.Struct):
     message: str
     type: str
@@ -47,7 +62,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def respond(error: RingcastError, status: int | None = None) -> web.Response:
-    headers = {}
+    headers = dict(error.headers) if isinstance(error, RefusedError) else {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     return _respond(status or status_of(error), body_of(error), headers)
@@ -61,7 +76,8 @@ def body_of(error: RingcastError) -> ErrorBody:
     status = status_of(error)
     if isinstance(error, InvalidRequestError):
         return ErrorBody(str(error), _type_of(status), error.param, error.code or status)
-    return ErrorBody(str(error), _type_of(status), code=status)
+    code = error.code if isinstance(error, RefusedError) else status
+    return ErrorBody(str(error), _type_of(status), code=code)
 
 
 def event_of(error: RingcastError) -> bytes:
@@ -72,6 +88,8 @@ def event_of(error: RingcastError) -> bytes:
 def _type_of(status: int) -> str:
     if status == 404:
         return "not_found_error"
+    if status == 429:
+        return "rate_limit_error"
     if status == 503:
         return "overloaded_error"
     return "invalid_request_error" if status < 500 else "internal_server_error"

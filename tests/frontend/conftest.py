@@ -14,16 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 import uvloop
-from aiohttp import web
 
 from ringcast.actors.text.event_renderer import EventRenderer
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.actors.text.parsers.output_parser import OutputParser
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
+from ringcast.frontend.http.http_server import HttpServer
+from ringcast.frontend.http.listener import bind
 from ringcast.frontend.loop_thread import LoopThread
+from ringcast.frontend.metrics.recorder import Recorder
 from ringcast.mq import codec, messages, supervision
-from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
+from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig, build
 from ringcast.mq.errors import EngineDeadError
 from ringcast.mq.messages import (
     Abort,
@@ -403,18 +405,17 @@ def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
 
     @contextlib.asynccontextmanager
     async def serving(**options: Any) -> AsyncIterator[Server]:
-        app = make_app(client, spec, ServerConfig(**options), status)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
+        config = build(ServerConfig, options)
+        client.observer = recorder = Recorder()
+        server = HttpServer(make_app(client, spec, config, status, recorder), config)
+        listener = bind("127.0.0.1", 0)
+        url, port = await server.open(listener), listener.getsockname()[1]
         try:
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-                yield Server(f"http://127.0.0.1:{port}", port, http)
+            async with aiohttp.ClientSession(url) as http:
+                yield Server(url, port, http)
             await client.wait_idle()
             await engine.wait_idle()
         finally:
-            await runner.cleanup()
+            await server.close()
 
     return serving

@@ -1,8 +1,11 @@
 """What `ringcast serve` says while it runs."""
 
+import pytest
+
 from ringcast.actors.effects import TellFailed, TellLost
 from ringcast.frontend.cli.progress import StartProgress
-from ringcast.frontend.cli.serve import ConsoleReporter
+from ringcast.frontend.cli.serve import ConsoleReporter, exposure
+from ringcast.mq.config import ServerConfig
 
 TRACEBACK = "Traceback (most recent call last):\nZeroDivisionError: division by zero\n"
 
@@ -36,3 +39,14 @@ def test_the_childs_own_traceback_comes_first(capsys):
 def test_a_users_mistake_needs_no_traceback(capsys):
     reporter().failed(TellFailed("worker.0", "no such file", TRACEBACK, True))
     assert capsys.readouterr().err == "ringcast: no such file\n"
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.2", "fe80::1%eth0"])
+def test_a_server_for_everybody_without_a_key_is_warned_of(address):
+    assert "--api-key" in exposure(ServerConfig(host=address), address)
+    assert exposure(ServerConfig(host=address, api_key=["secret"]), address) is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_server_for_this_machine_is_not(address):
+    assert exposure(ServerConfig(), address) is None

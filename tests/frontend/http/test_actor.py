@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import types
 from typing import Any
 
@@ -26,9 +27,9 @@ class Said:
         self.control: list[Any] = []
         self.links: list[Any] = []
 
-    def actor(self, spec: ModelSpec) -> ApiServer:
+    def actor(self, spec: ModelSpec, name: str = "client.2", **options: Any) -> ApiServer:
         boot = types.SimpleNamespace(
-            actor="client.2", spec=spec, server=ServerConfig(), engine=EngineConfig()
+            actor=name, spec=spec, server=ServerConfig(**options), engine=EngineConfig()
         )
         actor = ApiServer(boot, types.SimpleNamespace(send=self.control.append))  # type: ignore[arg-type]
         actor.links = types.SimpleNamespace(  # type: ignore[assignment]
@@ -88,3 +89,44 @@ async def test_the_end_of_the_topology_fails_what_waits(said: Said, spec: ModelS
     await asyncio.gather(*actor._tasks)
     assert said.control[-1] == supervision.Drained()
     await actor.end()
+
+
+def coroutines(actor: ApiServer) -> list[str]:
+    work = actor.background()
+    names = [coroutine.__name__ for coroutine in work]
+    for coroutine in work:
+        coroutine.close()
+    return names
+
+
+async def test_the_first_of_the_servers_logs_the_throughput(
+    said: Said,
+    spec: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    until: Any,
+) -> None:
+    caplog.set_level(logging.INFO, "ringcast")
+    monkeypatch.setattr("ringcast.frontend.http.actor.INTERVAL_SECONDS", 0.001)
+    actor = said.actor(spec, "client.0")
+    await actor.start()
+    assert "_log_throughput" in coroutines(actor)
+    work = asyncio.create_task(actor._log_throughput())
+    for generated in (0.0, 50.0):
+        said.control.clear()
+        await until(lambda: supervision.StatusRequest() in said.control)
+        statistics = {"scheduler.0.generation_tokens": generated, "scheduler.0.running": 1.0}
+        actor.on_control(supervision.Status([], [], statistics))
+        await asyncio.sleep(0)
+    await until(lambda: "running 1" in caplog.text)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await actor.end()
+
+
+async def test_nobody_else_does(said: Said, spec: ModelSpec) -> None:
+    for name, options in (("client.1", {}), ("client.0", {"disable_log_stats": True})):
+        actor = said.actor(spec, name, **options)
+        await actor.start()
+        assert "_log_throughput" not in coroutines(actor)
+        await actor.end()

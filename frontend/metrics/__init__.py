@@ -1,0 +1,1 @@
+"""What a server says of itself: Prometheus' metrics, and a line of throughput in the log."""

@@ -1,0 +1,147 @@
+"""/metrics: the names that vLLM's dashboards know, with `ringcast:` before them.
+
+What the engine counts comes from the supervisor's Status, which has what every actor publishes once
+a second; what befalls requests comes from this process's Recorder. A number that is not known (of
+an actor that is being restarted) is absent for the time, and its counters begin again at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from ...mq.supervision import Status
+from .engine_totals import EngineTotals
+from .histogram import Histogram
+from .recorder import Recorder
+
+PREFIX = "ringcast:"
+
+GAUGES = {
+    "num_requests_running": ("running", "Choices in the batch."),
+    "num_requests_waiting": ("waiting", "Choices that wait to enter it."),
+}
+COUNTERS = {
+    "num_preemptions": ("preemptions", "Choices put back into the queue for want of KV blocks."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have entered the batch."),
+    "generation_tokens": ("generation_tokens", "Tokens sampled for choices that were open."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found there."),
+}
+"""Name here: the scheduler's statistic, and the line of help."""
+
+
+def render(status: Status, recorder: Recorder, model: str, accept: str | None) -> tuple[bytes, str]:
+    """The text of a scrape, and its content type, as the scraper's Accept header wants it."""
+    encode, content_type = choose_encoder(accept or "")
+    return encode(_Scrape(status, recorder, model)), content_type
+
+
+class _Scrape(Collector):
+    """What prometheus_client takes for a registry."""
+
+    def __init__(self, status: Status, recorder: Recorder, model: str) -> None:
+        self._status = status
+        self._recorder = recorder
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engine(EngineTotals(self._status))
+        yield from self._requests(self._recorder)
+        yield from self._actors(self._status)
+
+    def _engine(self, engine: EngineTotals) -> Iterator[Metric]:
+        for name, (statistic, words) in GAUGES.items():
+            yield self._gauge(name, words, engine.total(statistic))
+        words = "Share of the KV blocks in use, 0 to 1."
+        yield self._gauge("kv_cache_usage_perc", words, engine.mean("kv_usage"))
+        for name, (statistic, words) in COUNTERS.items():
+            yield self._counter(name, words, engine.total(statistic))
+        steps = engine.step_sizes()
+        if steps is not None:
+            words = "Tokens computed in a step."
+            yield self._histogram("iteration_tokens_total", words, *steps)
+
+    def _requests(self, recorder: Recorder) -> Iterator[Metric]:
+        finished = CounterMetricFamily(
+            PREFIX + "request_success",
+            "Choices that have ended, by reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in recorder.finished.items():
+            finished.add_metric([self._model, reason], count)
+        yield finished
+        for name, histogram, words in _histograms(recorder):
+            yield self._histogram(name, words, *histogram.cumulative())
+
+    def _actors(self, status: Status) -> Iterator[Metric]:
+        cpu = CounterMetricFamily(
+            PREFIX + "actor_cpu_seconds", "CPU time of an actor's process.", labels=["actor"]
+        )
+        memory = GaugeMetricFamily(
+            PREFIX + "actor_resident_memory_bytes", "Its resident memory.", labels=["actor"]
+        )
+        restarts = CounterMetricFamily(
+            PREFIX + "actor_restarts", "How often it was started again.", labels=["actor"]
+        )
+        for actor in status.actors:
+            restarts.add_metric([actor.name], actor.restarts)
+            if actor.state != "dead":
+                cpu.add_metric([actor.name], actor.cpu_seconds)
+                memory.add_metric([actor.name], actor.rss_bytes)
+        fill = GaugeMetricFamily(
+            PREFIX + "channel_fill", "Share of a channel's room in use, 0 to 1.", labels=["channel"]
+        )
+        for edge in status.edges:
+            fill.add_metric([edge.name], edge.used / max(edge.capacity, 1))
+        yield from (cpu, memory, restarts, fill)
+
+    def _gauge(self, name: str, words: str, value: float | None) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, words, labels=["model_name"])
+        if value is not None:
+            family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, words: str, value: float | None) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, words, labels=["model_name"])
+        if value is not None:
+            family.add_metric([self._model], value)
+        return family
+
+    def _histogram(
+        self, name: str, words: str, buckets: list[tuple[str, float]], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, words, labels=["model_name"])
+        family.add_metric([self._model], buckets, total)
+        return family
+
+
+def _histograms(recorder: Recorder) -> Iterable[tuple[str, Histogram, str]]:
+    gaps = recorder.between_tokens
+    return (
+        ("time_to_first_token_seconds", recorder.first_token, "From a request to its first token."),
+        ("inter_token_latency_seconds", gaps, "Between the chunks of a stream."),
+        ("time_per_output_token_seconds", gaps, "inter_token_latency_seconds' older name."),
+        (
+            "request_time_per_output_token_seconds",
+            recorder.per_token,
+            "The mean time of a choice's tokens after its first.",
+        ),
+        ("e2e_request_latency_seconds", recorder.end_to_end, "From a request to its end."),
+        ("request_queue_time_seconds", recorder.queue, "From the scheduler's queue to the batch."),
+        ("request_prefill_time_seconds", recorder.prefill, "From there to the first token."),
+        ("request_decode_time_seconds", recorder.decode, "From there to the last."),
+        ("request_inference_time_seconds", recorder.inference, "Prefill and decode."),
+        ("request_prompt_tokens", recorder.prompt_tokens, "Tokens of a request's prompt."),
+        ("request_generation_tokens", recorder.generation_tokens, "Tokens of a choice's output."),
+        ("request_params_n", recorder.n, "Choices that a request asked for."),
+        ("request_params_max_tokens", recorder.max_tokens, "Tokens that it asked for at most."),
+    )
