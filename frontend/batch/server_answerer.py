@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from ...mq.errors import EngineDeadError, OverloadedError
-from ..cli.remote import RemoteServer
+from ..cli.remote import RemoteServer, key_headers
 from ..http.errors import ErrorBody, ErrorResponse
 from .lines import BatchRequest, BatchResponse
 
@@ -50,6 +50,7 @@ class ServerAnswerer:
             await self._server.get("/v1/models")  # says so where there is no server
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._limit),
+                headers=key_headers(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             )
         finally:

@@ -86,9 +86,7 @@ class RemoteServer:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            key = os.environ.get(VARIABLE)
-            headers = {"Authorization": f"Bearer {key}"} if key else None
-            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=headers)
+            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=key_headers())
         return self._session
 
     def _unreachable(self, error: Exception) -> RingcastError:
@@ -96,6 +94,12 @@ class RemoteServer:
         return ConfigError(
             f"url = {self.url!r}: no server answers there ({reason}); `ringcast serve` starts one"
         )
+
+
+def key_headers() -> dict[str, str]:
+    """What shows the key of RINGCAST_API_KEY, if there is one."""
+    key = os.environ.get(VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 async def _read(answer: aiohttp.ClientResponse) -> Any:
