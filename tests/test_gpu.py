@@ -106,10 +106,13 @@ def check_against(model: Any, outputs: list[list[int]]) -> None:
     "options",
     [
         {},
-        {"enforce_eager": True},
-        {"max_num_batched_tokens": 48, "max_num_seqs": 5},
-        {"num_gpu_blocks_override": 40, "block_size": 16, "max_model_len": 384},
-        {"max_steps_in_flight": 4},
+        {"enforce_eager": True, "max_num_batched_tokens": 48, "max_num_seqs": 5},
+        {
+            "num_gpu_blocks_override": 40,
+            "block_size": 16,
+            "max_model_len": 384,
+            "max_steps_in_flight": 4,
+        },
     ],
     ids=str,
 )
@@ -124,16 +127,13 @@ def test_greedy_tokens_are_those_of_transformers(
         check_against(reference, tokens_of(llm))  # with the prefix cache filled
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_prompt_logprobs_are_near_those_of_transformers(
-    model: tuple[Path, Any], dtype: str
-) -> None:
+def test_prompt_logprobs_are_near_those_of_transformers(model: tuple[Path, Any]) -> None:
     import torch
 
     folder, reference = model
     ids = random.Random(1).choices(range(1000), k=200)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3, detokenize=False)
-    with engine(folder, dtype=dtype) as llm:
+    with engine(folder) as llm:
         (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     with torch.inference_mode():
         logits = reference(torch.tensor([ids], device="cuda")).logits[0].float()
@@ -163,20 +163,20 @@ def llm(small: Path) -> Iterator[LLM]:
 
 def test_graphs_change_no_token(small: Path, llm: LLM) -> None:
     rng = random.Random(2)
-    for batch in (1, 2, 3, 8, 33):
-        asked = [
-            {"prompt_token_ids": rng.choices(range(1000), k=rng.randint(1, 90))}
-            for _ in range(batch)
-        ]
-        with engine(small, enforce_eager=True) as eager:
+    with engine(small, enforce_eager=True) as eager:
+        for batch in (1, 2, 3, 8, 33):
+            asked = [
+                {"prompt_token_ids": rng.choices(range(1000), k=rng.randint(1, 90))}
+                for _ in range(batch)
+            ]
             expected = eager.generate(asked, GREEDY, use_tqdm=False)
-        got = llm.generate(asked, GREEDY, use_tqdm=False)
-        # Another batch may round otherwise, so each run has the same one.
-        same = [
-            a.outputs[0].token_ids == b.outputs[0].token_ids
-            for a, b in zip(expected, got, strict=True)
-        ]
-        assert sum(same) >= 0.9 * batch
+            got = llm.generate(asked, GREEDY, use_tqdm=False)
+            # Which prompts share a step is a matter of time, and so is how products are rounded.
+            same = [
+                a.outputs[0].token_ids == b.outputs[0].token_ids
+                for a, b in zip(expected, got, strict=True)
+            ]
+            assert sum(same) >= 0.9 * batch
 
 
 def test_prompts_of_a_large_budget_and_long_outputs(small: Path) -> None:

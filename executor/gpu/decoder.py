@@ -3,7 +3,9 @@
 
 Dense products are cuBLAS's, all else is kernels/gpu/. Queries, keys and values are one product, and
 so are gate and up. Every buffer is made once, so that a step can be captured in a graph. A step of
-one token has a way of its own, which is five launches a layer (kernels/gpu/few_linear.py).
+one token has a way of its own, which is five launches a layer (kernels/gpu/few_linear.py). In
+decode steps of a few more, products that are faster than cuBLAS's bring their activation or the
+residual add with them (kernels/gpu/batch_linear.py).
 
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
@@ -20,6 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.gpu.activation import gated_activation
+from ...kernels.gpu.batch_linear import batch_linear, batch_linear_scratch
+from ...kernels.gpu.batch_linear_table import configuration
 from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
 from ...kernels.gpu.embedding import embed
 from ...kernels.gpu.few_linear import few_linear
@@ -32,6 +36,8 @@ from ..models.llama import SANDWICH, LlamaConfig
 from ..weights import WeightSource
 from .batch import GpuBatch
 from .rope_tables import RopeTable, make_rope_table
+
+MOST_FEW = 128  # tokens of a step whose products may be batch_linear's
 
 
 class Work(NamedTuple):
@@ -47,6 +53,11 @@ class Work(NamedTuple):
     @property
     def is_single(self) -> bool:
         return self.tokens == 1
+
+    @property
+    def is_few(self) -> bool:
+        """A decode step of some tokens."""
+        return self.tiles is None and 1 < self.tokens <= MOST_FEW
 
 
 class Linear(NamedTuple):
@@ -223,6 +234,9 @@ class GpuDecoder:
         self._inner_TI = buffer(tokens, c.intermediate_size)
         self._last_NH = buffer(batch.capacity, c.hidden_size)
         self.logits_NV = buffer(batch.capacity, c.vocab_size)
+        self._parts = batch_linear_scratch(
+            MOST_FEW, max(self._qkv_size, 2 * c.intermediate_size, c.vocab_size), self._device
+        )
         self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, self._device)
         self._ropes: list[RopeTable] = [
             make_rope_table(each, c.head_size, max_model_len, self._device) for each in c.ropes
@@ -242,11 +256,11 @@ class GpuDecoder:
         residual_TH = self._residual_TH[:tokens]
         embed(self._batch.token_ids_T[:tokens], self._table, residual_TH, self._scale, pdl=pdl)
         run = self._single_layer if work.is_single else self._layer
-        update_norm = None
-        for i, layer in enumerate(chosen):
-            run(layer, work, i == 0, update_norm, pdl)
+        added, update_norm = True, None  # at first there is no update
+        for layer in chosen:
+            added = run(layer, work, added, update_norm, pdl)
             update_norm = layer.mlp_update_norm
-        self._last_update_norm = update_norm
+        self._added, self._last_update_norm = added, update_norm
 
     def logits(self, index_N: torch.Tensor, work: Work, pdl: bool = False) -> torch.Tensor:
         """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
@@ -266,19 +280,22 @@ class GpuDecoder:
             )
             return logits_NV
         last_NH = self._last_NH[:count]
-        add_rms_norm(
-            self._update_TH[:tokens],
-            residual_TH,
-            self._final_norm,
-            last_NH,
-            eps,
-            update_weight_H=self._last_update_norm,
-            index_S=index_N,
-            pdl=pdl,
-        )
+        if self._added:  # which is a decode step's: its samples are its tokens
+            rms_norm(residual_TH[:count], self._final_norm, last_NH, eps, pdl=pdl)
+        else:
+            add_rms_norm(
+                self._update_TH[:tokens],
+                residual_TH,
+                self._final_norm,
+                last_NH,
+                eps,
+                update_weight_H=self._last_update_norm,
+                index_S=index_N,
+                pdl=pdl,
+            )
         if work.is_single:
             few_linear(last_NH, self._head.weight_NK, logits_NV, pdl=pdl)
-        else:
+        elif not self._few_product(work, self._head, last_NH, logits_NV, pdl):
             self._head.into(last_NH, logits_NV)
         return logits_NV
 
@@ -288,21 +305,66 @@ class GpuDecoder:
         self,
         layer: Layer,
         work: Work,
-        is_first: bool,
+        added: bool,
         update_norm: torch.Tensor | None,
         pdl: bool,
-    ) -> None:
+    ) -> bool:
+        """added: the residual stream has the update of the layer before. Returns whether it has
+        this one's.
+        """
         c, tokens = self._config, work.tokens
-        x_TH = self._x_TH[:tokens]
-        self._norm(layer.input_norm, tokens, is_first, update_norm, pdl)
-        layer.qkv.into(x_TH, self._wide(tokens, self._qkv_size))
+        x_TH, inner_TI = self._x_TH[:tokens], self._inner_TI[:tokens]
+        qkv_TN = self._wide(tokens, self._qkv_size)
+        self._norm(layer.input_norm, tokens, added, update_norm, pdl)
+        if not self._few_product(work, layer.qkv, x_TH, qkv_TN, pdl):
+            layer.qkv.into(x_TH, qkv_TN)
         self._attend(layer, work, pdl)
-        layer.output.into(self._attended_TQ[:tokens], self._update_TH[:tokens])
-        self._norm(layer.mlp_norm, tokens, False, layer.attention_update_norm, pdl)
-        gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
-        layer.gate_up.into(x_TH, gate_up_TN)
-        gated_activation(gate_up_TN, self._inner_TI[:tokens], c.activation, pdl=pdl)
-        layer.down.into(self._inner_TI[:tokens], self._update_TH[:tokens])
+        added = self._update(work, layer.output, self._attended_TQ[:tokens], pdl)
+        self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
+        if not self._few_product(work, layer.gate_up, x_TH, inner_TI, pdl, c.activation):
+            gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
+            layer.gate_up.into(x_TH, gate_up_TN)
+            gated_activation(gate_up_TN, inner_TI, c.activation, pdl=pdl)
+        return self._update(work, layer.down, inner_TI, pdl)
+
+    def _update(self, work: Work, linear: Linear, x_TK: torch.Tensor, pdl: bool) -> bool:
+        """A product to be added to the residual stream; False if the next norm has to add it."""
+        residual_TH, update_TH = self._residual_TH[: work.tokens], self._update_TH[: work.tokens]
+        if not self._config.sandwich and self._few_product(
+            work, linear, x_TK, residual_TH, pdl, add_to=residual_TH
+        ):
+            return True
+        linear.into(x_TK, update_TH)
+        return False
+
+    def _few_product(
+        self,
+        work: Work,
+        linear: Linear,
+        x_TK: torch.Tensor,
+        out_TN: torch.Tensor,
+        pdl: bool,
+        activation: str | None = None,
+        add_to: torch.Tensor | None = None,
+    ) -> bool:
+        """By batch_linear, where it was measured to be faster; False where cuBLAS is to do it."""
+        if not work.is_few:
+            return False
+        config = configuration(*linear.weight_NK.shape, activation is not None, len(x_TK))
+        if config is None:
+            return False
+        batch_linear(
+            x_TK,
+            linear.weight_NK,
+            out_TN,
+            self._parts,
+            bias_N=linear.bias_N,
+            activation=activation,
+            add_to_TN=add_to,
+            config=config,
+            pdl=pdl,
+        )
+        return True
 
     def _wide(self, tokens: int, size: int) -> torch.Tensor:
         return self._wide_TW[: tokens * size].view(tokens, size)
@@ -311,13 +373,13 @@ class GpuDecoder:
         self,
         weight_H: torch.Tensor,
         tokens: int,
-        is_first: bool,
+        added: bool,
         update_norm: torch.Tensor | None,
         pdl: bool,
     ) -> None:
-        """To x, after the update is added to the residual stream (at first there is none)."""
+        """To x, after the update is added to the residual stream, unless it is."""
         residual_TH, x_TH, eps = self._residual_TH[:tokens], self._x_TH[:tokens], self._config.eps
-        if is_first:
+        if added:
             rms_norm(residual_TH, weight_H, x_TH, eps, pdl=pdl)
             return
         add_rms_norm(
@@ -389,10 +451,10 @@ class GpuDecoder:
         self,
         layer: Layer,
         work: Work,
-        is_first: bool,
+        added: bool,
         update_norm: torch.Tensor | None,
         pdl: bool,
-    ) -> None:
+    ) -> bool:
         c = self._config
         residual, attended, inner = self._residual_TH[:1], self._attended_TQ[:1], self._inner_TI[:1]
         qkv = self._wide(1, self._qkv_size)
@@ -402,15 +464,16 @@ class GpuDecoder:
             self._few(attended, layer.output, residual, pdl, add_to=residual)
             self._few(residual, layer.gate_up, inner, pdl, layer.mlp_norm, c.activation)
             self._few(inner, layer.down, residual, pdl, add_to=residual)
-            return
+            return True
         x, update = self._x_TH[:1], self._update_TH[:1]
-        self._norm(layer.input_norm, 1, is_first, update_norm, pdl)
+        self._norm(layer.input_norm, 1, added, update_norm, pdl)
         self._few(x, layer.qkv, qkv, pdl)
         self._attend_single(layer, work, pdl)
         self._few(attended, layer.output, update, pdl)
         self._norm(layer.mlp_norm, 1, False, layer.attention_update_norm, pdl)
         self._few(x, layer.gate_up, inner, pdl, activation=c.activation)
         self._few(inner, layer.down, update, pdl)
+        return False
 
     def _few(
         self,

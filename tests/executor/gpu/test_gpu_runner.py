@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from executor.gpu.conftest import GREEDY, MODELS, random_tokens
+from executor.gpu.conftest import GREEDY, MODELS, SHAPE, random_tokens
 from kernels.gpu.devices import DEVICE
 
+from ringcast.executor.gpu import decoder
 from ringcast.executor.gpu.warm_up import WarmUp
+from ringcast.kernels.gpu import batch_linear_table
 from ringcast.mq import codec
 from ringcast.mq.sampling_params import SamplingParams
 
@@ -27,6 +29,39 @@ def test_every_kernel(name, pair):
     s.run({0: 9, 3: 1})
     s.run({0: 1, 3: 1})
     assert [len(s.known[row]) for row in (0, 3)] == [11, 18]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("which", ["all", "updates", "others"])
+def test_products_of_few_tokens(name, which, pair, monkeypatch):
+    """As if they had been measured to be faster: all, those that are added, the others."""
+
+    def configuration(rows, inputs, gated, tokens):
+        chosen = which == "all" or (which == "updates") == (rows == 32)
+        return batch_linear_table.rule(rows, inputs, gated, tokens, 4) if chosen else None
+
+    monkeypatch.setattr(decoder, "configuration", configuration)
+    monkeypatch.setattr(decoder, "batch_linear", counted := Counted(decoder.batch_linear))
+    s = pair(name)
+    s.enter(3, random_tokens(1, 14))
+    s.enter(0, random_tokens(2, 9))
+    s.run({3: 14, 0: 9})
+    assert not counted.calls  # prefill is cuBLAS's
+    for _ in range(3):
+        s.run({0: 1, 3: 1})
+    layers = (SHAPE | MODELS[name])["num_hidden_layers"]
+    added = 2 * layers * (name != "gemma3")  # whose updates have a norm of their own
+    others = 2 * layers + 1
+    assert counted.calls == 3 * ((which != "others") * added + (which != "updates") * others)
+
+
+class Counted:
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        self.function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name", MODELS)
