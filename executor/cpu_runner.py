@@ -22,6 +22,7 @@ from .input_batch import InputBatch
 from .logits_processor import load_processors
 from .models import find_model
 from .prompt_logprobs import PromptLogprobsReader
+from .quantization import refuse_quantized
 from .quantized import make_layout
 from .runner import Done, Progress
 from .sampler import Sampler
@@ -52,6 +53,7 @@ class CpuModelRunner:
         start = time.perf_counter()
         dtype = choose_dtype(config.dtype)
         declared = find_model(spec.architecture).check(spec.hf_config)
+        refuse_quantized(spec.hf_config, config.device)
         source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)

@@ -22,7 +22,8 @@ RUNNERS = {
     "cuda": "ringcast.executor.gpu.runner:GpuModelRunner",
 }
 
-QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
+# What a device's runner has of config.quantization beside "none".
+QUANTIZES = {"cpu": ("int8", "int4"), "cuda": ("fp8",)}
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 
 Progress = Callable[[str, int, int], None]
@@ -89,11 +90,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
     """The runner of `config.device`. Comes before torch is imported, whose OpenMP reads its
     environment once. Raises ConfigError for what the device doesn't have.
     """
-    if config.quantization != "none" and config.device not in QUANTIZES:
-        raise ConfigError(
-            f"quantization = {config.quantization!r}: device {config.device!r} has 'none' only; "
-            f"{', '.join(QUANTIZES)} has it"
-        )
+    _check_quantization(config)
     if config.deterministic and config.device not in DETERMINISTIC:
         raise ConfigError(
             f"deterministic = True: device {config.device!r} adds up in another order in another "
@@ -107,3 +104,14 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
     return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    wanted, own = config.quantization, QUANTIZES.get(config.device, ())
+    if wanted == "none" or wanted in own:
+        return
+    others = [device for device, names in QUANTIZES.items() if wanted in names]
+    raise ConfigError(
+        f"quantization = {wanted!r}: device {config.device!r} has "
+        f"{', '.join(map(repr, ('none', *own)))} only; {', '.join(others)} has it"
+    )

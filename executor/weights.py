@@ -23,9 +23,14 @@ SINGLE = "model.safetensors"
 
 
 class WeightSource(Protocol):
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, of any floating-point type. Raises ModelLoadError if it is missing or of
-        another shape.
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor, not taken yet, beside those that every model has."""
+
+    def take(
+        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor, of `dtype` or (None) of any floating-point type of 16 bits or more. Raises
+        ModelLoadError if it is missing, or of another shape (None: any).
         """
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
@@ -47,16 +52,24 @@ class SafetensorsWeights:
                     )
                 self._left[name], self._files[name] = handle, path
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def take(
+        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         if name not in self._left:
             raise ModelLoadError(f"tensor {name!r} is missing from the weights")
         tensor: torch.Tensor = self._left.pop(name).get_tensor(name)
         where = f"{self._files[name]}: tensor {name!r}"
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             raise ModelLoadError(
                 f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}"
             )
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
+        if dtype is not None:
+            if tensor.dtype != dtype:
+                raise ModelLoadError(f"{where} is {tensor.dtype}; it must be {dtype}")
+        elif not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelLoadError(
                 f"{where} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported"
             )
@@ -81,7 +94,14 @@ class DummyWeights:
         self._device = device or torch.device("cpu")
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        return False
+
+    def take(
+        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        assert shape is not None
+        assert dtype is None
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         drawn = torch.empty(shape, device=self._device)

@@ -54,9 +54,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8", "int4"],
-        Meta(description="of weights at load; each step's activations too. The CPU backend has it"),
+        Literal["none", "int8", "int4", "fp8"],
+        Meta(
+            description="of weights at load, and of each step's activations: int8 and int4 on cpu, "
+            "fp8 on cuda; none: as the checkpoint is"
+        ),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        Meta(
+            description="of keys and values in the KV cache; auto is the model's, fp8 and fp8_e4m3 "
+            "are the same and halve it. Device cuda alone"
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         Meta(

@@ -35,6 +35,7 @@ ONLY_ON = {
     "memory_utilization": "cpu",
     "gpu_memory_utilization": "cuda",
     "enforce_eager": "cuda",
+    "kv_cache_dtype": "cuda",
 }
 
 DEV = Path("/dev")

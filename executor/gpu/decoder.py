@@ -1,11 +1,12 @@
 """The forward pass of the Llama family on a CUDA device, as its declaration says
 (executor/models/), with the residual stream in the model's type.
 
-Dense products are cuBLAS's, all else is kernels/gpu/. Queries, keys and values are one product, and
-so are gate and up. Every buffer is made once, so that a step can be captured in a graph. A step of
-one token has a way of its own, which is five launches a layer (kernels/gpu/few_linear.py). In
-decode steps of a few more, products that are faster than cuBLAS's bring their activation or the
-residual add with them (kernels/gpu/batch_linear.py).
+Dense products are those of linears.py, all else is kernels/gpu/. Queries, keys and values are one
+product, and so are gate and up. Every buffer is made once, so that a step can be captured in a
+graph. A step of one token has a way of its own, which is five launches a layer, where all linear
+layers have it (kernels/gpu/few_linear.py). In decode steps of a few more, products of 16 bits that
+are faster than cuBLAS's bring their activation or the residual add with them
+(kernels/gpu/batch_linear.py).
 
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
@@ -32,10 +33,13 @@ from ...kernels.gpu.norm import add_rms_norm, rms_norm
 from ...kernels.gpu.prefill_attention import prefill_attention
 from ...kernels.gpu.rope import rope_and_cache
 from ...mq.kv_groups import deal
-from ..models.llama import SANDWICH, LlamaConfig
+from ..models.llama import LlamaConfig
 from ..weights import WeightSource
 from .batch import GpuBatch
+from .linears import AnyLinear, Linear, OneTokenLinear
 from .rope_tables import RopeTable, make_rope_table
+from .schemes import Scheme
+from .weight_reader import Layer, WeightReader
 
 MOST_FEW = 128  # tokens of a step whose products may be batch_linear's
 
@@ -60,106 +64,11 @@ class Work(NamedTuple):
         return self.tiles is None and 1 < self.tokens <= MOST_FEW
 
 
-class Linear(NamedTuple):
-    weight_NK: torch.Tensor
-    bias_N: torch.Tensor | None
-
-    def into(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
-        if self.bias_N is None:
-            torch.mm(x_TK, self.weight_NK.t(), out=out_TN)
-        else:
-            torch.addmm(self.bias_N, x_TK, self.weight_NK.t(), out=out_TN)
-
-
-class Layer(NamedTuple):
-    """The weights of one layer, and where it is: its group of layers, its place there, its window,
-    its rotation. Norms are float32, and those that a model doesn't have None.
-    """
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Linear
-    attention_update_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    mlp_update_norm: torch.Tensor | None
-    group: int
-    place: int
-    window: int
-    rope: int
-
-
-class WeightReader:
-    """Takes a model's weights from a source to the device."""
-
-    def __init__(
-        self, c: LlamaConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._c, self._source, self._dtype, self._device = c, source, dtype, device
-        self.num_bytes = 0
-
-    def stack(self, names: dict[str, int], inputs: int | None = None) -> torch.Tensor:
-        """Tensors of so many rows each, one below the other."""
-        tail = () if inputs is None else (inputs,)
-        shape = (sum(names.values()), *tail)
-        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-        first = 0
-        for name, rows in names.items():
-            whole[first : first + rows].copy_(self._source.take(name, (rows, *tail)))
-            first += rows
-        self.num_bytes += whole.nbytes
-        return whole
-
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        weight = self._source.take(f"{name}.weight", (size,)).to(self._device, torch.float32)
-        return weight + self._c.norm_offset
-
-    def linear(self, prefix: str, names: dict[str, int], inputs: int, bias: bool) -> Linear:
-        weight = self.stack({f"{prefix}{n}.weight": rows for n, rows in names.items()}, inputs)
-        biases = {f"{prefix}{n}.bias": rows for n, rows in names.items()}
-        return Linear(weight, self.stack(biases) if bias else None)
-
-    def layer(self, index: int, group: int, place: int) -> Layer:
-        c, prefix = self._c, f"model.layers.{index}."
-        q, kv, hidden, inner = (
-            c.heads * c.head_size,
-            c.kv_heads * c.head_size,
-            c.hidden_size,
-            c.intermediate_size,
-        )
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        before_mlp, *after = SANDWICH if c.sandwich else ("post_attention_layernorm", None, None)
-        updates = [self.norm(prefix + name, hidden) if name else None for name in after]
-        head_norms = [
-            self.norm(attention + name, c.head_size) if c.qk_norm else None
-            for name in ("q_norm", "k_norm")
-        ]
-        return Layer(
-            input_norm=self.norm(f"{prefix}input_layernorm", hidden),
-            qkv=self.linear(
-                attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, c.qkv_bias
-            ),
-            q_norm=head_norms[0],
-            k_norm=head_norms[1],
-            output=self.linear(attention, {"o_proj": hidden}, q, c.output_bias),
-            attention_update_norm=updates[0],
-            mlp_norm=self.norm(prefix + before_mlp, hidden),
-            gate_up=self.linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, c.mlp_bias),
-            down=self.linear(mlp, {"down_proj": hidden}, inner, c.mlp_bias),
-            mlp_update_norm=updates[1],
-            group=group,
-            place=place,
-            window=c.windows[index],
-            rope=c.rope_of[index],
-        )
-
-
 class GpuDecoder:
     """Weights first (the constructor), then buffers for a batch (`bind`) and a cache (`set_cache`),
     then `forward` and `logits` for every step.
+
+    scheme: of the linear layers (schemes.py). cache_dtype: of the KV cache, the model's by default.
     """
 
     def __init__(
@@ -170,8 +79,11 @@ class GpuDecoder:
         source: WeightSource,
         device: torch.device,
         progress: Callable[[int, int], None],
+        scheme: Scheme | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         c = self._config = config
+        self.cache_dtype = cache_dtype or dtype
         self._dtype, self._device, self._block_size = dtype, device, block_size
         self.groups = deal(c.windows)
         places = {
@@ -179,7 +91,8 @@ class GpuDecoder:
             for g, group in enumerate(self.groups)
             for place, layer in enumerate(group.layers)
         }
-        read = WeightReader(c, source, dtype, device)
+        scales_cache = self.cache_dtype.itemsize == 1
+        read = WeightReader(c, source, dtype, device, scheme, scales_cache)
         self._table = read.stack({"model.embed_tokens.weight": c.vocab_size}, c.hidden_size)
         self._head = Linear(
             self._table if c.tied else read.stack({"lm_head.weight": c.vocab_size}, c.hidden_size),
@@ -196,7 +109,10 @@ class GpuDecoder:
             )
         )
         progress(c.num_layers, c.num_layers)
-        self.num_bytes = read.num_bytes
+        self.num_bytes, self._workspace = read.num_bytes, read.workspace
+        self._takes_one_token = all(
+            isinstance(linear, OneTokenLinear) for layer in self._layers for linear in layer.linears
+        )
         # The embedding is scaled by what the model's own type makes of the scale.
         self._scale = float(torch.tensor(c.embedding_scale, dtype=dtype))
 
@@ -204,7 +120,7 @@ class GpuDecoder:
     def block_bytes(self) -> int:
         """Of one block in all layers of a group, keys and values."""
         c, layers = self._config, max(len(group.layers) for group in self.groups)
-        return 2 * layers * c.kv_heads * c.head_size * self._block_size * self._dtype.itemsize
+        return 2 * layers * c.kv_heads * c.head_size * self._block_size * self.cache_dtype.itemsize
 
     @property
     def head_group(self) -> int:
@@ -213,7 +129,10 @@ class GpuDecoder:
 
     def representatives(self) -> list[int]:
         """A layer of each kind: all others launch the same kernels on other tensors."""
-        kinds = {(layer.window, layer.rope): i for i, layer in enumerate(self._layers)}
+        kinds = {
+            (layer.window, layer.rope, *map(type, layer.linears)): i
+            for i, layer in enumerate(self._layers)
+        }
         return sorted(kinds.values())
 
     def bind(self, batch: GpuBatch, max_model_len: int) -> None:
@@ -234,6 +153,7 @@ class GpuDecoder:
         self._inner_TI = buffer(tokens, c.intermediate_size)
         self._last_NH = buffer(batch.capacity, c.hidden_size)
         self.logits_NV = buffer(batch.capacity, c.vocab_size)
+        self._workspace.make(tokens, self._dtype, self._device)
         self._parts = batch_linear_scratch(
             MOST_FEW, max(self._qkv_size, 2 * c.intermediate_size, c.vocab_size), self._device
         )
@@ -246,7 +166,7 @@ class GpuDecoder:
         """Make the cache: [layers of a group, 2, blocks, kv heads, block size, D]."""
         c, layers = self._config, max(len(group.layers) for group in self.groups)
         shape = (layers, 2, num_blocks, c.kv_heads, self._block_size, c.head_size)
-        self.cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.cache = torch.zeros(shape, dtype=self.cache_dtype, device=self._device)
         return self.cache
 
     def forward(self, work: Work, layers: Sequence[int] | None = None, pdl: bool = False) -> None:
@@ -255,12 +175,16 @@ class GpuDecoder:
         tokens = work.tokens
         residual_TH = self._residual_TH[:tokens]
         embed(self._batch.token_ids_T[:tokens], self._table, residual_TH, self._scale, pdl=pdl)
-        run = self._single_layer if work.is_single else self._layer
+        run = self._single_layer if self._is_single(work) else self._layer
         added, update_norm = True, None  # at first there is no update
         for layer in chosen:
             added = run(layer, work, added, update_norm, pdl)
             update_norm = layer.mlp_update_norm
         self._added, self._last_update_norm = added, update_norm
+
+    def _is_single(self, work: Work) -> bool:
+        """Whether a step has the way of one token."""
+        return work.is_single and self._takes_one_token
 
     def logits(self, index_N: torch.Tensor, work: Work, pdl: bool = False) -> torch.Tensor:
         """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
@@ -269,7 +193,7 @@ class GpuDecoder:
         count, tokens, eps = len(index_N), work.tokens, self._config.eps
         logits_NV = self.logits_NV[:count]
         residual_TH = self._residual_TH[:tokens]
-        if work.is_single and not self._config.sandwich:
+        if self._is_single(work) and not self._config.sandwich:
             few_linear(
                 residual_TH,
                 self._head.weight_NK,
@@ -299,7 +223,7 @@ class GpuDecoder:
             self._head.into(last_NH, logits_NV)
         return logits_NV
 
-    # --- a layer, for two tokens or more
+    # --- a layer, for any number of tokens
 
     def _layer(
         self,
@@ -317,30 +241,31 @@ class GpuDecoder:
         qkv_TN = self._wide(tokens, self._qkv_size)
         self._norm(layer.input_norm, tokens, added, update_norm, pdl)
         if not self._few_product(work, layer.qkv, x_TH, qkv_TN, pdl):
-            layer.qkv.into(x_TH, qkv_TN)
-        self._attend(layer, work, pdl)
+            layer.qkv.into(x_TH, qkv_TN, pdl)
+        attend = self._attend_single if work.is_single else self._attend
+        attend(layer, work, pdl)
         added = self._update(work, layer.output, self._attended_TQ[:tokens], pdl)
         self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
         if not self._few_product(work, layer.gate_up, x_TH, inner_TI, pdl, c.activation):
             gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
-            layer.gate_up.into(x_TH, gate_up_TN)
+            layer.gate_up.into(x_TH, gate_up_TN, pdl)
             gated_activation(gate_up_TN, inner_TI, c.activation, pdl=pdl)
         return self._update(work, layer.down, inner_TI, pdl)
 
-    def _update(self, work: Work, linear: Linear, x_TK: torch.Tensor, pdl: bool) -> bool:
+    def _update(self, work: Work, linear: AnyLinear, x_TK: torch.Tensor, pdl: bool) -> bool:
         """A product to be added to the residual stream; False if the next norm has to add it."""
         residual_TH, update_TH = self._residual_TH[: work.tokens], self._update_TH[: work.tokens]
         if not self._config.sandwich and self._few_product(
             work, linear, x_TK, residual_TH, pdl, add_to=residual_TH
         ):
             return True
-        linear.into(x_TK, update_TH)
+        linear.into(x_TK, update_TH, pdl)
         return False
 
     def _few_product(
         self,
         work: Work,
-        linear: Linear,
+        linear: AnyLinear,
         x_TK: torch.Tensor,
         out_TN: torch.Tensor,
         pdl: bool,
@@ -348,7 +273,7 @@ class GpuDecoder:
         add_to: torch.Tensor | None = None,
     ) -> bool:
         """By batch_linear, where it was measured to be faster; False where cuBLAS is to do it."""
-        if not work.is_few:
+        if not work.is_few or not isinstance(linear, Linear):
             return False
         config = configuration(*linear.weight_NK.shape, activation is not None, len(x_TK))
         if config is None:
@@ -410,6 +335,8 @@ class GpuDecoder:
             q_weight_D=layer.q_norm,
             k_weight_D=layer.k_norm,
             eps=c.eps,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
             pdl=pdl,
         )
         if decodes:
@@ -426,6 +353,8 @@ class GpuDecoder:
                 kv_heads=c.kv_heads,
                 window=layer.window,
                 longest=work.longest,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
                 pdl=pdl,
             )
         if work.tiles is not None:  # after decode attention, which zeroes its padding
@@ -442,6 +371,8 @@ class GpuDecoder:
                 scale=c.attention_scale,
                 kv_heads=c.kv_heads,
                 window=layer.window,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
                 pdl=pdl,
             )
 
@@ -478,17 +409,19 @@ class GpuDecoder:
     def _few(
         self,
         x: torch.Tensor,
-        linear: Linear,
+        linear: AnyLinear,
         out: torch.Tensor,
         pdl: bool,
         norm: torch.Tensor | None = None,
         activation: str | None = None,
         add_to: torch.Tensor | None = None,
     ) -> None:
+        assert isinstance(linear, OneTokenLinear)
         few_linear(
             x,
             linear.weight_NK,
             out,
+            scale_N=linear.scale_N,
             bias_N=linear.bias_N,
             norm_weight_K=norm,
             eps=self._config.eps,
@@ -518,5 +451,7 @@ class GpuDecoder:
             scale=c.attention_scale,
             window=layer.window,
             longest=work.longest,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
             pdl=pdl,
         )

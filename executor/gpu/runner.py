@@ -38,6 +38,7 @@ from .graphs import DecodeGraphs, at_least, batch_sizes, context_bounds
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
+from .schemes import choose_cache_dtype, choose_scheme
 from .warm_up import WarmUp
 
 log = logging.getLogger(__name__)
@@ -131,13 +132,17 @@ class GpuModelRunner:
             source = DummyWeights(config.seed or 0, self._device)
         else:
             source = SafetensorsWeights(spec.path)
+        declared = find_model(spec.architecture).check(spec.hf_config)
+        self._scheme = choose_scheme(config, declared.quantization, self._dtype, self._device)
         self._decoder = GpuDecoder(
-            find_model(spec.architecture).check(spec.hf_config),
+            declared,
             self._dtype,
             config.block_size,
             source,
             self._device,
             lambda n, total: progress("loading weights", n, total),
+            self._scheme,
+            choose_cache_dtype(config, self._dtype, self._device),
         )
 
     def _make_buffers(self) -> None:
@@ -208,6 +213,8 @@ class GpuModelRunner:
         self._details = {
             "device": torch.cuda.get_device_name(self._device) if self._on_gpu else "cpu",
             "dtype": str(self._dtype).removeprefix("torch."),
+            "quantization": str(self._scheme or "none"),
+            "kv_cache_dtype": str(self._decoder.cache_dtype).removeprefix("torch."),
             "weights_bytes": self._decoder.num_bytes,
             "activation_bytes": terms.activations,
             "graph_bytes": terms.graphs,

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...mq.errors import ModelLoadError
 from .. import rope
+from ..quantization import read_quantization
 
 SLIDING = "sliding_attention"
 # Before the feed-forward layer, after attention, and after the feed-forward layer.
@@ -42,6 +43,7 @@ class Family:
 class LlamaConfig:
     """config.json, checked. Raises ModelLoadError naming what is missing or not supported.
 
+    quantization: how the checkpoint's linear layers are, but for the head's; None: not at all.
     norm_offset: added to the weights of norms. sandwich: what a block adds to the residual stream
     has a norm of its own. ropes: the kinds of rotation, and rope_of: each layer's. windows: each
     layer's sliding window, 0 for none.
@@ -66,10 +68,7 @@ class LlamaConfig:
             return bool(hf.get(name, False)) if declared is None else declared
 
         self._check_activation(hf)
-        if hf.get("quantization_config"):
-            raise ModelLoadError(
-                "config.json: quantized weights (quantization_config) are not supported"
-            )
+        self.quantization = read_quantization(hf)
         self.vocab_size = whole("vocab_size")
         self.hidden_size = whole("hidden_size")
         self.intermediate_size = whole("intermediate_size")

@@ -248,6 +248,7 @@ def _decode_kernel(
     block_stride,
     scale,
     cap_scale,
+    v_scale,
     splits,
     shortest,
     HEADS: tl.constexpr,
@@ -304,7 +305,7 @@ def _decode_kernel(
         write_or_merge(
             most,
             total,
-            acc,
+            acc * v_scale,
             out,
             parts,
             lses,
@@ -359,6 +360,8 @@ def decode_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     longest: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -366,7 +369,8 @@ def decode_attention(
 
     A sequence of context 0 is padding, and its row of out becomes zero. window: tokens that are
     seen, the last included (0: all). longest: the host's bound of context_S, from which splits are
-    chosen (the tables' width otherwise); a longer context is right, but slow.
+    chosen (the tables' width otherwise); a longer context is right, but slow. The cache holds
+    keys / k_scale and values / v_scale.
     """
     sequences, (_, width), head_size = len(q_SQ), tables_RB.shape, k_cache.shape[3]
     block_size = block_size_of(k_cache, v_cache, kv_heads)
@@ -379,7 +383,7 @@ def decode_attention(
         head_size * k_cache.element_size(),
     )
     check_scratch(scratch, sequences, heads, config.splits)
-    score_scale, cap_scale = score_scales(scale, soft_cap)
+    score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     _decode_kernel[(kv_heads, sequences, config.splits)](
         q_SQ,
         k_cache,
@@ -395,6 +399,7 @@ def decode_attention(
         k_cache.stride(0),
         score_scale,
         cap_scale,
+        v_scale,
         config.splits,
         config.shortest,
         **shape_constants(heads, kv_heads, head_size),
@@ -432,6 +437,8 @@ def decode_attention_reference(
     window: int = 0,
     soft_cap: float = 0.0,
     longest: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -440,5 +447,7 @@ def decode_attention_reference(
         if context:
             keys, values = (cached_tokens(x, tables_RB[row], context) for x in (k_cache, v_cache))
             q_THD = q_SQ[s].unflatten(0, (-1, k_cache.shape[3]))[None]
-            result = attention_reference(q_THD, keys, values, scale, window, soft_cap)
+            result = attention_reference(
+                q_THD, keys * k_scale, values * v_scale, scale, window, soft_cap
+            )
             out_SQ[s] = result.flatten().to(out_SQ.dtype)

@@ -31,6 +31,7 @@ def few_linear_reference(
     weight_NK: torch.Tensor,
     out_1N: torch.Tensor,
     *,
+    scale_N: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     norm_weight_K: torch.Tensor | None = None,
     residual_1K: torch.Tensor | None = None,
@@ -45,6 +46,8 @@ def few_linear_reference(
     if norm_weight_K is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight_K
     y = x @ weight_NK.float().T
+    if scale_N is not None:
+        y = y * scale_N
     if bias_N is not None:
         y = y + bias_N.float()
     if activation is not None:
@@ -60,6 +63,7 @@ def few_linear(
     weight_NK: torch.Tensor,
     out_1N: torch.Tensor,
     *,
+    scale_N: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     norm_weight_K: torch.Tensor | None = None,
     residual_1K: torch.Tensor | None = None,
@@ -69,14 +73,17 @@ def few_linear(
     pdl: bool = False,
     config: Config | None = None,
 ) -> None:
-    """out = [add_to +] [activation](norm(x [+ residual]) @ weight.T [+ bias]).
+    """out = [add_to +] [activation](norm(x [+ residual]) @ weight.T [* scale] [+ bias]).
 
+    scale: float32, of each row of a weight of 8 bits (float8_e4m3fn); activations keep their bits.
     norm_weight: float32; RMSNorm comes first. residual: added to x before the norm, and not
     written. activation: "silu" or "gelu_tanh"; rows of the weight (and of the bias) are [gate | up]
     and out = act(gate) * up. config: other than the table's.
     """
     rows, inputs = weight_NK.shape
-    _check(x_1K, weight_NK, out_1N, bias_N, norm_weight_K, residual_1K, activation, add_to_1N)
+    _check(
+        x_1K, weight_NK, out_1N, scale_N, bias_N, norm_weight_K, residual_1K, activation, add_to_1N
+    )
     chosen = config or configuration(rows, inputs, activation is not None)
     outputs = out_1N.shape[1]
     _few_linear_kernel[(triton.cdiv(outputs, chosen.rows),)](
@@ -84,6 +91,7 @@ def few_linear(
         residual_1K,
         norm_weight_K,
         weight_NK,
+        scale_N,
         bias_N,
         add_to_1N,
         out_1N,
@@ -103,6 +111,7 @@ def _check(
     x_1K: torch.Tensor,
     weight_NK: torch.Tensor,
     out_1N: torch.Tensor,
+    scale_N: torch.Tensor | None,
     bias_N: torch.Tensor | None,
     norm_weight_K: torch.Tensor | None,
     residual_1K: torch.Tensor | None,
@@ -121,6 +130,7 @@ def _check(
     expected = (
         ("x", x_1K, (1, inputs)),
         ("out", out_1N, (1, outputs)),
+        ("scale", scale_N, (rows,)),
         ("bias", bias_N, (rows,)),
         ("norm_weight", norm_weight_K, (inputs,)),
         ("residual", residual_1K, (1, inputs)),
@@ -177,6 +187,7 @@ def _few_linear_kernel(
     residual,
     norm_weight,
     weight,
+    scale,
     bias,
     add_to,
     out,
@@ -200,6 +211,10 @@ def _few_linear_kernel(
         w_up = _weight_block(up_weight, n, 0, OUTPUTS, INPUTS, ROWS, BLOCK)
     if norm_weight is not None:
         scales = _vector_block(norm_weight, 0, INPUTS, BLOCK)
+    if scale is not None:
+        factors = tl.load(scale + n, mask=kept, other=0.0)
+        if ACTIVATION is not None:
+            up_factors = tl.load(scale + OUTPUTS + n, mask=kept, other=0.0)
     if bias is not None:
         offset = tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)
         if ACTIVATION is not None:
@@ -259,8 +274,12 @@ def _few_linear_kernel(
             factor = tl.rsqrt(square / INPUTS + eps)
             y *= factor
             up *= factor
+        if scale is not None:
+            up *= up_factors
         if bias is not None:
             up += up_offset
+    if scale is not None:
+        y *= factors
     if bias is not None:
         y += offset
     if ACTIVATION is not None:

@@ -76,6 +76,9 @@ def _fused_decode_kernel(
     block_stride,
     eps,
     scale,
+    k_factor,
+    v_factor,
+    v_scale,
     splits,
     shortest,
     HEADS: tl.constexpr,
@@ -111,11 +114,12 @@ def _fused_decode_kernel(
         qkv += sequence.to(tl.int64) * qkv_stride
         d = tl.arange(0, DP)
         new_key = qkv + HEADS * D + kv_head * D + d
-        q = _rotated(qkv + element, inside, q_weight, cos, sin, eps, D, DP).to(element_type)
-        new_k = _rotated(new_key[None, :], (d < D)[None, :], k_weight, cos, sin, eps, D, DP).to(
-            element_type
-        )
+        q = _rotated(qkv + element, inside, q_weight, cos, sin, eps, D, DP)
+        q = q.to(qkv.dtype.element_ty)
+        new_k = _rotated(new_key[None, :], (d < D)[None, :], k_weight, cos, sin, eps, D, DP)
+        new_k = (new_k * k_factor).to(element_type)
         new_v = tl.load(new_key + (HEADS // GROUP) * D, mask=d < D, other=0.0)[None, :]
+        new_v = (new_v.to(tl.float32) * v_factor).to(element_type)
         k_cache += kv_head * BLOCK * D
         v_cache += kv_head * BLOCK * D
 
@@ -123,7 +127,7 @@ def _fused_decode_kernel(
         target = slot // BLOCK * block_stride + slot % BLOCK * D + d[None, :]
         written = (d < D)[None, :] & has_last & (slot >= 0)
         tl.store(k_cache + target, new_k, mask=written)
-        tl.store(v_cache + target, new_v.to(element_type), mask=written)
+        tl.store(v_cache + target, new_v, mask=written)
 
         new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
         new_values = tl.zeros([ROWS, DP], tl.float32) + new_v.to(tl.float32)
@@ -155,7 +159,7 @@ def _fused_decode_kernel(
         write_or_merge(
             most,
             total,
-            acc,
+            acc * v_scale,
             out,
             parts,
             lses,
@@ -201,6 +205,8 @@ def fused_decode_attention(
     scale: float,
     window: int = 0,
     longest: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -208,6 +214,7 @@ def fused_decode_attention(
 
     slots_S must be where the tables have each sequence's last token; -1 writes nothing. cos and
     sin: float32 [positions, D / 2]. A sequence of context 0 is padding: zeros in out, no write.
+    k_scale, v_scale: as of the two.
     """
     sequences, head_size = len(qkv_SN), k_cache.shape[3]
     block_size = block_size_of(k_cache, v_cache, kv_heads)
@@ -242,7 +249,10 @@ def fused_decode_attention(
         tables_RB.stride(0),
         k_cache.stride(0),
         eps,
-        score_scales(scale, 0.0)[0],
+        score_scales(scale * k_scale, 0.0)[0],
+        1.0 / k_scale,
+        1.0 / v_scale,
+        v_scale,
         config.splits,
         config.shortest,
         **shape_constants(heads, kv_heads, head_size),
@@ -279,6 +289,8 @@ def fused_decode_attention_reference(
     scale: float,
     window: int = 0,
     longest: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -297,6 +309,8 @@ def fused_decode_attention_reference(
         q_weight_D=q_weight_D,
         k_weight_D=k_weight_D,
         eps=eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     decode_attention_reference(
         q_SQ,
@@ -310,4 +324,6 @@ def fused_decode_attention_reference(
         scale=scale,
         kv_heads=kv_heads,
         window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )

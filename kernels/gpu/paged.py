@@ -7,6 +7,10 @@ by query head of its group), and walks over the tokens of one sequence TILE at a
 softmax: for each row the largest score so far, the sum of the weights and the weighted sum of
 values, all in float32 and in powers of two.
 
+A cache of 8 bits (float8_e4m3fn) holds keys / k_scale and values / v_scale, saturated. They are
+cast to the queries' type before each product; k_scale is a factor of the scores, v_scale one of the
+result.
+
 Slots of a block that a sequence doesn't use may hold anything, NaN too: their scores are replaced,
 and their values are never read.
 
@@ -98,7 +102,7 @@ def attend(
             k = tl.load(k_cache + base + offsets)
         else:
             k = tl.load(k_cache + base + offsets, mask=tl.arange(0, DP)[None, :] < D, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if CAPPED:
             scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
         if MASKED:
@@ -123,7 +127,7 @@ def attend(
             v = tl.load(v_cache + base + offsets)
         else:
             v = tl.load(v_cache + base + offsets, mask=tl.arange(0, DP)[None, :] < D, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         most = new_most
     return most, total, acc
 
@@ -145,6 +149,16 @@ def block_size_of(k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int) -
     assert block_size >= 16, block_size
     assert block_size & (block_size - 1) == 0, block_size
     return block_size
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In a cache's type. What 8 bits can't hold becomes the largest that they can, as the device's
+    conversion has it.
+    """
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
 
 
 def cached_tokens(cache: torch.Tensor, table_B: torch.Tensor, context: int) -> torch.Tensor:

@@ -108,6 +108,7 @@ def _prefill_kernel(
     block_stride,
     scale,
     cap_scale,
+    v_scale,
     GROUP: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -192,7 +193,7 @@ def _prefill_kernel(
                 CAPPED,
                 PRECISION,
             )
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    result = (acc * v_scale / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + global_row * out_stride + column, result, mask=inside)
 
 
@@ -211,6 +212,8 @@ def prefill_attention(
     kv_heads: int,
     window: int = 0,
     soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: PrefillConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -219,7 +222,7 @@ def prefill_attention(
     starts_S1: where each sequence's tokens begin in q, and the end. context_S: tokens in the cache,
     these included. tiles: `plan_tiles` on the device; sequence -1 is padding. Rows that belong to
     no tile, or to a sequence of context 0, are not written. window: tokens that are seen, the
-    token itself included (0: all).
+    token itself included (0: all). The cache holds keys / k_scale and values / v_scale.
     """
     block_size, head_size = block_size_of(k_cache, v_cache, kv_heads), k_cache.shape[3]
     group = q_TQ.shape[1] // head_size // kv_heads
@@ -228,8 +231,8 @@ def prefill_attention(
     assert tiles.is_contiguous()
     if not tiles.shape[1]:
         return
-    config = config or choose_prefill_config(head_size, k_cache.element_size())
-    score_scale, cap_scale = score_scales(scale, soft_cap)
+    config = config or choose_prefill_config(head_size, q_TQ.element_size())
+    score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     rows = config.rows // config.programs
     tokens = tile_tokens(group, rows)
     programs = triton.cdiv(tile_tokens(group, config.rows), tokens)
@@ -250,6 +253,7 @@ def prefill_attention(
         k_cache.stride(0),
         score_scale,
         cap_scale,
+        v_scale,
         GROUP=group,
         TILE_TOKENS=tile_tokens(group, config.rows),
         TOKENS=tokens,
@@ -283,6 +287,8 @@ def prefill_attention_reference(
     kv_heads: int,
     window: int = 0,
     soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     config: PrefillConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -291,5 +297,7 @@ def prefill_attention_reference(
         if context and starts[s + 1] > starts[s]:
             keys, values = (cached_tokens(x, tables_RB[row], context) for x in (k_cache, v_cache))
             q_THD = q_TQ[starts[s] : starts[s + 1]].unflatten(1, (-1, k_cache.shape[3]))
-            result = attention_reference(q_THD, keys, values, scale, window, soft_cap)
+            result = attention_reference(
+                q_THD, keys * k_scale, values * v_scale, scale, window, soft_cap
+            )
             out_TQ[starts[s] : starts[s + 1]] = result.flatten(1).to(out_TQ.dtype)

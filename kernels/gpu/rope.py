@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .paged import saturated
+
 DECODE_TOKENS = 64  # up to here the device has room for more programs, each of fewer heads
 DECODE_ELEMENTS = 512  # heads x head size in one program
 PREFILL_ELEMENTS = 2048
@@ -32,6 +34,8 @@ def rope_and_cache_reference(
     q_weight_D: torch.Tensor | None = None,
     k_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     pdl: bool = False,
 ) -> None:
     tokens, size = qkv_TN.shape[0], k_cache.shape[3]
@@ -44,8 +48,8 @@ def rope_and_cache_reference(
     real = slots_T >= 0
     block = slots_T[real].long() // k_cache.shape[2]
     offset = slots_T[real].long() % k_cache.shape[2]
-    k_cache[block, :, offset] = k[real].to(k_cache.dtype)
-    v_cache[block, :, offset] = v[real].to(v_cache.dtype)
+    k_cache[block, :, offset] = saturated(k[real] * (1.0 / k_scale), k_cache.dtype)
+    v_cache[block, :, offset] = saturated(v[real] * (1.0 / v_scale), v_cache.dtype)
 
 
 def _normed(x_THD: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -74,6 +78,8 @@ def rope_and_cache(
     q_weight_D: torch.Tensor | None = None,
     k_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     pdl: bool = False,
 ) -> None:
     """Rotated queries to `q`, rotated keys and values to the cache.
@@ -81,7 +87,8 @@ def rope_and_cache(
     qkv: rows of [q heads | k heads | v heads], each of D. positions, slots: int32; a slot is
     block * block_size + offset, and for slot -1 nothing goes to the cache. cos, sin: float32 tables
     by position; halves of a head are rotated (x[:D/2] with x[D/2:]). q_weight, k_weight: float32,
-    both or neither, for an RMSNorm of each query and key head before its rotation.
+    both or neither, for an RMSNorm of each query and key head before its rotation. The cache gets
+    keys / k_scale and values / v_scale, saturated where it has 8 bits.
     """
     tokens, size = qkv_TN.shape[0], k_cache.shape[3]
     _check(qkv_TN, cos_PD2, sin_PD2, k_cache, v_cache, q_TQ, heads, kv_heads)
@@ -106,6 +113,8 @@ def rope_and_cache(
         k_cache.stride(0),
         v_cache.stride(0),
         eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=size // 2,
@@ -169,6 +178,8 @@ def _rope_and_cache_kernel(
     k_stride,
     v_stride,
     eps,
+    k_factor,
+    v_factor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -221,6 +232,8 @@ def _rope_and_cache_kernel(
     kv_head = head - HEADS
     target = k_cache + block * k_stride + (kv_head * BLOCK_SIZE + offset) * (2 * HALF) + d
     mask = cached & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    left *= tl.where(is_value, v_factor, k_factor)
+    right *= tl.where(is_value, v_factor, k_factor)
     tl.store(target, left.to(k_cache.dtype.element_ty), mask=mask)
     tl.store(target + HALF, right.to(k_cache.dtype.element_ty), mask=mask)
     kv_head = head - HEADS - KV_HEADS

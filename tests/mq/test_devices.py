@@ -133,6 +133,7 @@ OTHER = {
     "memory_utilization": 0.25,
     "gpu_memory_utilization": 0.25,
     "enforce_eager": True,
+    "kv_cache_dtype": "fp8",
 }
 
 

@@ -94,7 +94,7 @@ def _tensors(config: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
         norms = {"input_layernorm", "post_attention_layernorm", *(SANDWICH if is_gemma else ())}
-        for name in norms:
+        for name in sorted(norms):  # a set's order is another in each process
             yield f"{prefix}{name}.weight", _random(hidden)
         for name in ("q_norm", "k_norm") if is_gemma or is_qwen else ():
             yield f"{prefix}self_attn.{name}.weight", _random(size)

@@ -63,6 +63,7 @@ NEEDED = {
     "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "enforce_eager": ["--device", "cuda"],
     "gpu_memory_utilization": ["--device", "cuda"],
+    "kv_cache_dtype": ["--device", "cuda"],
     "max_long_partial_prefills": ["--long-prefill-token-threshold", "8"],
     "memory_utilization": ["--device", "cpu"],
     "num_threads": ["--device", "cpu"],

@@ -18,10 +18,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ringcast.kernels.gpu import decode_attention as decode
+from ringcast.kernels.gpu import few_linear, fp8_linear, int4_linear, rope
 from ringcast.kernels.gpu import fused_decode_attention as fused
 from ringcast.kernels.gpu import prefill_attention as prefill
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TYPES = {
+    BF16: "*bf16",
+    FP8: "*fp8e4nv",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -71,9 +80,13 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def compile_all(heads: int, kv_heads: int, size: int, window: int, block_size: int) -> None:
-    """The launches of a model in bfloat16: decode for one and for many, fused, prefill."""
-    k = torch.zeros(2, kv_heads, block_size, size, dtype=torch.bfloat16)
+def compile_attention(
+    heads: int, kv_heads: int, size: int, window: int, block_size: int, cache: torch.dtype
+) -> None:
+    """The launches of a model in bfloat16: decode for one and for many, fused, prefill, and the
+    write into the cache.
+    """
+    k = torch.zeros(2, kv_heads, block_size, size, dtype=cache)
     tables = ints(1, 128)
     how = {"scale": 1.0, "kv_heads": kv_heads, "window": window}
     for sequences in (1, 64, 256):
@@ -89,13 +102,36 @@ def compile_all(heads: int, kv_heads: int, size: int, window: int, block_size: i
             norms = {"heads": heads, "q_weight_D": weight, "k_weight_D": weight}
             fused.fused_decode_attention(*before, *rest, q, scratch, pdl=True, **norms, **how)
     prefill.prefill_attention(q, *rest[:4], ints(257), ints(256), ints(2, 5), q, **how)
+    rope.rope_and_cache(*before, k, k, q[:1], heads, kv_heads, pdl=True)
+
+
+def compile_linears(outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
+    """Those with weights of 4 and 8 bits, for one token and for some."""
+    w = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
+    scales = torch.zeros(inputs // group, outputs, dtype=torch.float16)
+    weight = int4_linear.Int4Weight(w, scales, scales.to(torch.uint8))
+    scratch = int4_linear.int4_scratch(0, dtype, "cpu")
+    for tokens in (1, 32, 64, 200):
+        x, out = (torch.zeros(tokens, size, dtype=dtype) for size in (inputs, outputs))
+        int4_linear.int4_linear(x, weight, out, scratch, bias_N=out[0], pdl=True)
+    int4_linear.dequantize_int4(weight, torch.zeros(outputs, inputs, dtype=dtype))
+    q, scale_T1 = x.to(FP8), torch.zeros(tokens, 1)
+    fp8_linear.quantize_rows(x, q, scale_T1, pdl=True)
+    w, scale_N, norm = torch.zeros(outputs, inputs).to(FP8), torch.zeros(outputs), x[0].float()
+    for activation, size in ((None, outputs), ("silu", outputs // 2)):
+        how = {"scale_N": scale_N, "norm_weight_K": norm, "activation": activation, "pdl": True}
+        few_linear.few_linear(x[:1], w, out[:1, :size], **how)
 
 
 if __name__ == "__main__":
-    for module in (decode, fused, prefill):
+    for module in (decode, fused, prefill, rope, int4_linear, fp8_linear, few_linear):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 setattr(module, name, Compiler(getattr(module, name)))
-    compile_all(heads=16, kv_heads=8, size=128, window=0, block_size=64)
-    compile_all(heads=9, kv_heads=3, size=64, window=0, block_size=16)
-    compile_all(heads=4, kv_heads=1, size=256, window=512, block_size=64)
+    for cache in (BF16, FP8):
+        compile_attention(heads=16, kv_heads=8, size=128, window=0, block_size=64, cache=cache)
+        compile_attention(heads=9, kv_heads=3, size=64, window=0, block_size=16, cache=cache)
+        compile_attention(heads=4, kv_heads=1, size=256, window=512, block_size=64, cache=cache)
+    for dtype in (BF16, torch.float16):
+        compile_linears(6144, 4096, 128, dtype)
+        compile_linears(960, 576, 32, dtype)

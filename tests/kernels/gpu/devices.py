@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+import triton.language as tl
 from interpreted_triton import ON_GPU
 from triton.runtime import interpreter
 
@@ -22,5 +24,23 @@ def _take_scalars_as_bounds() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _round_to_eight_bits() -> None:
+    """Triton 3.6's interpreter loses the carry where a number is rounded up to a power of two. A
+    device rounds to the nearest, of two the even one, and saturates.
+    """
+    builder = interpreter.InterpreterBuilder
+    convert = builder.create_fp_to_fp
+
+    def patched(self, source, target, rounding):
+        if target.scalar != tl.float8e4nv:
+            return convert(self, source, target, rounding)
+        values = torch.from_numpy(np.ascontiguousarray(source.data, np.float32)).clamp(-448, 448)
+        rounded = values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return interpreter.TensorHandle(rounded, target.scalar)
+
+    builder.create_fp_to_fp = patched
+
+
 if not ON_GPU:
     _take_scalars_as_bounds()
+    _round_to_eight_bits()
