@@ -11,6 +11,7 @@ from aiohttp import web
 from ...actors.base import Actor
 from ...actors.boot import Boot
 from ...actors.control import Control
+from ...actors.profiling import ProfileAsks
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ..client import EngineClient
@@ -26,6 +27,7 @@ class ApiServer(Actor):
         super().__init__(boot, control)
         self._runner: web.AppRunner | None = None
         self._status: list[asyncio.Future[supervision.Status]] = []
+        self._profiles = ProfileAsks(control.send)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> dict[str, str | int | float]:
@@ -41,7 +43,7 @@ class ApiServer(Actor):
             engine.seed,
             engine.scheduling_policy,
         )
-        app = make_app(self._client, boot.spec, boot.server, self._ask_status)
+        app = make_app(self._client, boot.spec, boot.server, self._ask_status, self._profiles.ask)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_BYTES_SECONDS
         )
@@ -67,6 +69,8 @@ class ApiServer(Actor):
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
+            case supervision.Profiled():
+                self._profiles.answered(message)
             case _:
                 super().on_control(message)
 
@@ -81,6 +85,7 @@ class ApiServer(Actor):
 
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))
+        self._profiles.fail("the server is shutting down")
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -32,8 +32,12 @@ def make_app(
     spec: ModelSpec,
     server: ServerConfig,
     status: Callable[[], Awaitable[Status]],
+    profile: Callable[[bool], Awaitable[str]] | None = None,
 ) -> web.Application:
-    """The application. Run it with `handler_cancellation=True`, to notice clients that hang up."""
+    """The application. Run it with `handler_cancellation=True`, to notice clients that hang up.
+
+    profile: starts the workers' profilers, or stops them and returns a report.
+    """
     app = web.Application(middlewares=[errors_as_json], client_max_size=server.max_body_bytes)
     api = Api(client, spec, server.served_model_name or [spec.name], status)
     app.router.add_get("/health", api.health)
@@ -43,6 +47,10 @@ def make_app(
     app.router.add_get("/version", api.version)
     app.router.add_get("/status", api.status)
     app.router.add_post("/reset_prefix_cache", api.reset_prefix_cache)
+    if profile is not None:
+        profiles = Profiles(profile)
+        app.router.add_post("/start_profile", profiles.start)
+        app.router.add_post("/stop_profile", profiles.stop)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
@@ -143,6 +151,22 @@ class Api:
             "parent": None,
             "max_model_len": self._spec.max_model_len,
         }
+
+
+class Profiles:
+    """Handlers of a server's profiles."""
+
+    def __init__(self, profile: Callable[[bool], Awaitable[str]]) -> None:
+        self._profile = profile
+
+    async def start(self, _: web.Request) -> web.Response:
+        """Answered when all workers record."""
+        await self._profile(True)
+        return web.Response()
+
+    async def stop(self, _: web.Request) -> web.Response:
+        """Answered when the traces are written: with a table of each, as text."""
+        return web.Response(text=await self._profile(False) + "\n")
 
 
 def _request_id(request: web.Request) -> str:
