@@ -22,6 +22,7 @@ from .boot import memory_fd
 from .control import Control
 from .embedded import Order
 from .links import Links
+from .profiling import ProfileAsks
 
 Details = dict[str, str | int | float]
 
@@ -47,6 +48,7 @@ class EngineConnection:
         self._on_progress: Callable[[str, supervision.Progress], None] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._status: list[asyncio.Future[supervision.Status]] = []
+        self._profiles = ProfileAsks(control.send)
         self._death: Exception | None = None
         self._closed = False
 
@@ -112,11 +114,21 @@ class EngineConnection:
         self._control.send(supervision.StatusRequest())
         return await answer
 
+    async def profile(self, start: bool) -> str:
+        """Start or stop the workers' profilers. Returns their report, once they are stopped.
+
+        Raises as ProfileAsks.ask.
+        """
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        return await self._profiles.ask(start)
+
     async def close(self, timeout: float) -> None:
         """End the topology: within `timeout` seconds it is gone, killed if need be. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        self._profiles.fail("this engine has been shut down")
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         if self._links is not None:
@@ -166,6 +178,8 @@ class EngineConnection:
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
+            case supervision.Profiled():
+                self._profiles.answered(message)
             case supervision.PeersLost(lost=lost, death=death):
                 assert self._links is not None
                 self._links.lose(lost)
@@ -206,6 +220,7 @@ class EngineConnection:
             if not answer.done():
                 answer.set_exception(EngineDeadError(str(error)))
         self._status.clear()
+        self._profiles.fail(str(error))
 
 
 def _with_descriptors(encoded: bytes, fds: list[int]) -> list[Endpoint]:

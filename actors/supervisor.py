@@ -29,6 +29,7 @@ from .child import Child
 from .control import Control
 from .lifecycle import Lifecycle
 from .linux import oom_kills, usage
+from .profiling import Profiling
 from .stalls import Position, StallWatch
 
 
@@ -84,6 +85,7 @@ class Supervisor:
         self._lost_at: dict[tuple[str, ...], float] = {}
         self._num_deaths = 0  # that were reported
         self._own_statistics: dict[str, float] = {}
+        self._profiling = Profiling()
         self._stalls = StallWatch(engine.step_timeout)
         self._oom_kills = oom_kills()  # at the last tick
 
@@ -243,6 +245,10 @@ class Supervisor:
                 self._statistics[name] = values
             case supervision.StatusRequest():
                 control.send(self._status())
+            case supervision.Profile():
+                self._say(self._profiling.ask(name, message, self._ready_workers()))
+            case supervision.Profiled():
+                self._say(self._profiling.answered(name, message))
             case supervision.ActorFailed():
                 if child is not None:
                     child.last_words = message
@@ -254,6 +260,7 @@ class Supervisor:
         self._loop.remove_reader(child.control.fileno())
         child.reap()
         self._statistics.pop(child.name, None)
+        self._say(self._profiling.lost(child.name))
         error, text, user_error = child.describe_death()
         from_outside = child.was_killed and oom_kills() == self._oom_kills
         died = self._life.died(
@@ -369,6 +376,17 @@ class Supervisor:
                 self._external.send(message)
             elif self._children[name].state == "ready":
                 self._children[name].control.send(message)
+
+    def _say(self, sends: Iterable[tuple[str, messages.Message]]) -> None:
+        for to, message in sends:
+            self._tell([to], message)
+
+    def _ready_workers(self) -> list[str]:
+        return [
+            name
+            for name, child in self._children.items()
+            if name.startswith("worker.") and child.state == "ready"
+        ]
 
     def _alive(self, names: Iterable[str] | None = None) -> list[Child]:
         chosen = self._children if names is None else names

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import select
+import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+from ..executor.profiler import Profiler, ProfilerError
 from ..executor.runner import ModelRunner, PendingStep, make_runner
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
@@ -61,6 +64,10 @@ class Worker:
         self._poll.register(control.fileno(), select.POLLIN)
         self._in_flight: deque[tuple[int, PendingStep]] = deque()  # (the step's number, itself)
         self._first_since = 0.0  # when the first of them became the first
+        self._control_poll = select.poll()
+        self._control_poll.register(control.fileno(), select.POLLIN)
+        self._profiler = Profiler(boot.engine.torch_profiler_dir, boot.actor)
+        self._writers: list[threading.Thread] = []  # of profiles
 
     def run(self) -> None:
         boot = self._boot
@@ -73,6 +80,8 @@ class Worker:
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
+        for writer in self._writers:
+            writer.join()
         self._plans.close()
         self._outputs.close()
 
@@ -87,6 +96,8 @@ class Worker:
                 self._launch(runner, payload)
             elif in_flight[0][1].done():
                 self._finish_first()
+                if self._control_poll.poll(0) and self._ended():
+                    return
             elif len(in_flight) < most and (payload := self._plans.try_receive()) is not None:
                 self._launch(runner, payload)
             elif not self._wait_for_first():
@@ -94,7 +105,8 @@ class Worker:
 
     def _launch(self, runner: ModelRunner, payload: bytes) -> None:
         plan = self._decode(payload)
-        self._in_flight.append((plan.step, runner.launch(plan)))
+        with self._profiler.step(plan.step):
+            self._in_flight.append((plan.step, runner.launch(plan)))
         if len(self._in_flight) == 1:
             self._first_since = perf_counter()
 
@@ -117,7 +129,7 @@ class Worker:
                 f"(--step-timeout {limit:g})"
             )
         sleep(min(max(waited * NAP_SHARE, SHORTEST_NAP), LONGEST_NAP))
-        return not (self._poll.poll(0) and self._ended())
+        return not (self._control_poll.poll(0) and self._ended())
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._control.send(supervision.Progress(what, done, total))
@@ -142,14 +154,40 @@ class Worker:
                 return None
 
     def _ended(self) -> bool:
+        """Do what the supervisor has said. Returns whether that is to end."""
         try:
             while (packet := self._control.receive()) is not None:
                 message: Any = packet[0]
-                if isinstance(message, supervision.Shutdown):
-                    return True
+                match message:
+                    case supervision.Shutdown():
+                        return True
+                    case supervision.Profile(ask=ask, start=start):
+                        self._profile(ask, start)
         except EOFError:
             return True
         return False
+
+    def _profile(self, ask: int, start: bool) -> None:
+        try:
+            if start:
+                self._profiler.start()
+                self._control.send(supervision.Profiled(ask))
+                return
+            write = self._profiler.stop()
+        except ProfilerError as error:
+            self._control.send(supervision.Profiled(ask, error=str(error), refused=error.refused))
+            return
+        # Steps go on meanwhile: to write takes long, and who takes nothing in is taken to hang.
+        writer = threading.Thread(target=self._write_profile, args=(ask, write), name="profile")
+        self._writers.append(writer)
+        writer.start()
+
+    def _write_profile(self, ask: int, write: Callable[[], str]) -> None:
+        try:
+            answer = supervision.Profiled(ask, report=write())
+        except ProfilerError as error:
+            answer = supervision.Profiled(ask, error=str(error))
+        self._control.send(answer)
 
 
 def _sleep_precisely() -> None:

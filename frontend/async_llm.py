@@ -72,8 +72,12 @@ class AsyncLLM:
     @property
     def details(self) -> dict[str, str | int | float]:
         """What the engine's workers say about themselves."""
+        return self._connected.details
+
+    @property
+    def _connected(self) -> EngineConnection:
         assert self._connection is not None, "the engine has not been started"
-        return self._connection.details
+        return self._connection
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, ours where it says nothing."""
@@ -144,10 +148,27 @@ class AsyncLLM:
         await self.start()
         return await self.client.reset_prefix_cache()
 
+    async def start_profile(self) -> None:
+        """Let the workers record what they do, until `stop_profile`; with torch_profiler_dir.
+
+        Raises InvalidRequestError where that isn't set or they record already, EngineDeadError.
+        """
+        await self.start()
+        await self._connected.profile(True)
+
+    async def stop_profile(self) -> str:
+        """End the recording. Returns where its traces are, and a table of each: how long the device
+        was idle, and which kernels took its time.
+
+        Raises InvalidRequestError if nothing is recorded, RequestFailedError if it can't be
+        written, EngineDeadError.
+        """
+        await self.start()
+        return await self._connected.profile(False)
+
     async def status(self) -> Status:
         """The engine's processes, channels and statistics, as they are now."""
-        assert self._connection is not None, "the engine has not been started"
-        return await self._connection.status()
+        return await self._connected.status()
 
     async def shutdown(self) -> None:
         """End the engine and every request in it. Idempotent."""

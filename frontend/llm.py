@@ -148,6 +148,23 @@ class LLM:
         self._check_alive()
         return self._thread.run(self._engine.reset_prefix_cache())
 
+    def start_profile(self) -> None:
+        """Let the workers record what they do, until `stop_profile`; with torch_profiler_dir.
+
+        Raises InvalidRequestError where that isn't set or they record already.
+        """
+        self._check_alive()
+        self._thread.run(self._engine.start_profile())
+
+    def stop_profile(self) -> str:
+        """End the recording, write its traces, and print and return where they are, with a table of
+        each: how long the device was idle, and which kernels took its time.
+        """
+        self._check_alive()
+        report = self._thread.run(self._engine.stop_profile())
+        print(report, flush=True)
+        return report
+
     def status(self) -> Status:
         """The engine's processes, channels and statistics, as they are now."""
         self._check_alive()

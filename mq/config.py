@@ -167,6 +167,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="threads of the worker; all cores by default. Device cpu alone"),
     ] = None
+    torch_profiler_dir: Annotated[
+        str | None,
+        Meta(
+            description="folder for traces of torch's profiler, from POST /start_profile to "
+            "/stop_profile; without it both are refused"
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[
         int,
         Meta(

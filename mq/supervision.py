@@ -6,7 +6,8 @@ the channels with their requests and tokens (messages.py). One actor's life, see
     actor -> supervisor       Progress ..., ActorReady, Statistics ..., ActorFailed if it fails
     supervisor -> actor       PeersLost (answered by PeersForgotten), PeersBack, Shutdown
     client <-> supervisor     TopologyReady, Listening; BeginDrain, Drained; TopologyFailed;
-                              StatusRequest, Status
+                              StatusRequest, Status; Profile, Profiled
+    supervisor <-> worker     Profile, Profiled
     supervisor -> LLM         Attach, ActorProgress
 """
 
@@ -60,6 +61,27 @@ class Statistics(Message, tag="statistics"):
     values: dict[str, float]
 
 
+class Profile(Message, tag="profile"):
+    """Asks all workers to start their profilers, or to stop them. Answered by Profiled.
+
+    ask: any number that no other has, by which the answer is known.
+    """
+
+    ask: int
+    start: bool
+
+
+class Profiled(Message, tag="profiled"):
+    """Answers Profile. report: for people, once they are stopped: files and tables. error: why it
+    could not be done, in words for whoever asked. refused: it was his mistake.
+    """
+
+    ask: int
+    report: str = ""
+    error: str = ""
+    refused: bool = False
+
+
 class PeersForgotten(Message, tag="peers_forgotten"):
     """Answers PeersLost."""
 
@@ -75,6 +97,8 @@ ActorToSupervisor = (
     | StatusRequest
     | Statistics
     | PeersForgotten
+    | Profile
+    | Profiled
 )
 
 
@@ -188,4 +212,6 @@ SupervisorToActor = (
     | TopologyReady
     | Attach
     | ActorProgress
+    | Profile
+    | Profiled
 )

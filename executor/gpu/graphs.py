@@ -7,7 +7,8 @@
 How many sequences a step may have more than are in it is what `batch_sizes` leaves between its
 numbers; the rest are inert. The bounds are for decode attention, which cuts contexts into splits: a
 graph keeps its grid, and one made for the longest context would have too many programs for short
-ones.
+ones. Where they make no difference (few sequences have as many splits in any context, many have few
+in all) one graph serves several bounds.
 
 A capture may run no kernel for the first time: compiling and loading don't belong there. So
 `capture` has every size and bound run once before, with a layer of each kind. The largest graphs
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -30,6 +31,8 @@ _SMALLEST = (1, 2, 4, 8)
 
 # (size, bound, whole) -> launches of one decode step
 Run = Callable[[int, int, bool], None]
+# (size, bound) -> what decode attention's launches take from them
+Shape = Callable[[int, int], Hashable]
 Progress = Callable[[int, int], None]
 
 
@@ -47,15 +50,24 @@ def context_bounds(max_model_len: int) -> list[int]:
     return [bound for bound in BOUNDS if bound < max_model_len] + [max_model_len + 1]
 
 
+def distinct_bounds(size: int, bounds: list[int], shape: Shape) -> dict[int, int]:
+    """Each bound, and the longest one whose step is launched alike."""
+    longest = {shape(size, bound): bound for bound in bounds}
+    return {bound: longest[shape(size, bound)] for bound in bounds}
+
+
 def at_least(numbers: list[int], number: int) -> int:
     """The first of the rising `numbers` that is `number` or more."""
     return numbers[bisect_left(numbers, number)]
 
 
 class DecodeGraphs:
-    def __init__(self, sizes: list[int], bounds: list[int]) -> None:
+    """shape: two bounds are one to a size for which it says the same of both."""
+
+    def __init__(self, sizes: list[int], bounds: list[int], shape: Shape) -> None:
         self._sizes = [size for size in sizes if size <= LARGEST]
-        self._bounds = bounds
+        self._longest = bounds[-1]
+        self._bounds = {size: distinct_bounds(size, bounds, shape) for size in self._sizes}
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
@@ -65,9 +77,9 @@ class DecodeGraphs:
     def kinds(self) -> Iterator[tuple[int, int, bool]]:
         """(size, bound, whole) of every graph, the largest first."""
         for size in reversed(self._sizes):
-            for bound in reversed(self._bounds):
+            for bound in sorted(set(self._bounds[size].values()), reverse=True):
                 yield size, bound, True
-            yield size, self._bounds[-1], False
+            yield size, self._longest, False
 
     def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
         """All of them, on the stream on which everything runs. `run` launches a step; its kernels
@@ -103,4 +115,6 @@ class DecodeGraphs:
         """The graph for a padded decode step, or None where there is none: it has too many
         sequences.
         """
-        return self._graphs.get((size, bound if whole else self._bounds[-1], whole))
+        if size not in self._bounds:
+            return None
+        return self._graphs[size, self._bounds[size][bound] if whole else self._longest, whole]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ...kernels.gpu.blocks import copy_blocks
+from ...kernels.gpu.decode_attention import DecodeConfig, choose_decode_config
 from ...kernels.gpu.prefill_attention import plan_tiles
 from ...mq import codec
 from ...mq.config import EngineConfig, ModelSpec
@@ -33,12 +34,14 @@ from ..runner import Done, PendingStep, Progress
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
 from . import memory
 from .batch import GpuBatch, Slot, Step
+from .compile_ahead import CompileServer, prepare_folder
 from .decoder import GpuDecoder, Work
-from .graphs import DecodeGraphs, at_least, batch_sizes, context_bounds
+from .graphs import DecodeGraphs, at_least, batch_sizes, context_bounds, distinct_bounds
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_scheme
+from .stopwatch import Stopwatch
 from .warm_up import WarmUp
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class GpuModelRunner:
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
+        self._kernels: dict[str, int] = {}  # variants that steps need, and how many were compiled
         self._details: dict[str, str | int | float] = {}
 
     # --- start-up
@@ -85,34 +89,75 @@ class GpuModelRunner:
     @torch.inference_mode()
     def load(self, progress: Progress) -> WorkerReady:
         """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
-        seconds = {"load": time.perf_counter()}
-        if self._on_gpu:
-            torch.cuda.set_device(self._device)
-            self._stream = torch.cuda.Stream(self._device)
+        watch = Stopwatch()
+        with contextlib.ExitStack() as stack:
+            server = None
+            if self._on_gpu:  # at once: its imports take as long as all before the kernels
+                server = stack.enter_context(CompileServer(prepare_folder()))
+                torch.cuda.set_device(self._device)
+                self._stream = torch.cuda.Stream(self._device)
+            stack.enter_context(self._on_stream())
+            return self._load(progress, server, watch)
+
+    def _load(
+        self, progress: Progress, server: CompileServer | None, watch: Stopwatch
+    ) -> WorkerReady:
         meter = memory.Meter(self._device)
         if self._measures:
             meter.check_share(self._config.gpu_memory_utilization)
-        with self._on_stream():
-            with memory.room_for("weights"):
-                self._load_weights(progress)
-            weights = meter.settle()
-            seconds["warm_up"] = time.perf_counter()
-            with memory.room_for("activations"):
-                self._make_buffers()
-                self._decoder.set_cache(1)
-                warm_up = WarmUp(self._batch, self._decoder, self._sampler, self._uses_graphs)
-                if self._on_gpu:
-                    warm_up.run(self._bounds, lambda n, of: progress("compiling kernels", n, of))
-            activations = meter.used() - weights
-            seconds["capture"] = time.perf_counter()
-            with memory.room_for("graphs"):
-                graphs = self._measure_graphs(meter)
-            terms = memory.Terms(meter.total, meter.others, weights, activations, graphs)
-            ready = self._make_cache(terms, warm_up)
-            if self._uses_graphs:
-                self._capture(progress)
-        self._describe(terms, ready.num_blocks, seconds)
+        with memory.room_for("weights"):
+            self._load_weights(progress)
+        weights = meter.settle()
+        watch.lap("load")
+        with memory.room_for("activations"):
+            self._make_buffers()
+            self._decoder.set_cache(1)
+            warm_up = WarmUp(
+                self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
+            )
+            if server is not None:
+                self._compile(warm_up, server, progress)
+                watch.lap("compile")
+                warm_up.run(lambda n, of: progress("warming up", n, of))
+        activations = meter.used() - weights
+        watch.lap("warm_up")
+        with memory.room_for("graphs"):
+            graphs = self._measure_graphs(meter)
+        terms = memory.Terms(meter.total, meter.others, weights, activations, graphs)
+        ready = self._make_cache(terms, warm_up)
+        if self._uses_graphs:
+            self._capture(progress)
+        watch.lap("capture")
+        self._describe(terms, ready.num_blocks, watch.seconds)
         return ready
+
+    def _compile(self, warm_up: WarmUp, server: CompileServer, progress: Progress) -> None:
+        """Ahead of the launches, which do it themselves where this fails: it rests on what is
+        inside of Triton, and another version may have other insides. What is wrong with a launch is
+        raised again there.
+        """
+        try:
+            kernels, compiled, errors = server.compile_missing(
+                warm_up.variants, lambda n, of: progress("compiling kernels", n, of)
+            )
+            self._kernels = {"kernels": kernels, "kernels_compiled": compiled}
+        except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
+            errors = [f"all of them: {type(error).__name__}: {error}"]
+        for error in errors:
+            log.warning("a kernel is compiled where it is launched, not ahead: %s", error)
+
+    def _bounds_of(self, size: int) -> list[int]:
+        """The bounds that make a difference to steps of `size` sequences."""
+        return sorted(set(distinct_bounds(size, self._bounds, self._attention_of).values()))
+
+    def _attention_of(self, size: int, bound: int) -> tuple[DecodeConfig, ...]:
+        """How decode attention is launched, for each window of the model's layers."""
+        c = self._model
+        row_bytes = c.head_size * self._decoder.cache.element_size()
+        return tuple(
+            choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
+            for window in sorted(set(c.windows))
+        )
 
     @property
     def _measures(self) -> bool:
@@ -132,10 +177,10 @@ class GpuModelRunner:
             source = DummyWeights(config.seed or 0, self._device)
         else:
             source = SafetensorsWeights(spec.path)
-        declared = find_model(spec.architecture).check(spec.hf_config)
-        self._scheme = choose_scheme(config, declared.quantization, self._dtype, self._device)
+        self._model = find_model(spec.architecture).check(spec.hf_config)
+        self._scheme = choose_scheme(config, self._model.quantization, self._dtype, self._device)
         self._decoder = GpuDecoder(
-            declared,
+            self._model,
             self._dtype,
             config.block_size,
             source,
@@ -177,7 +222,7 @@ class GpuModelRunner:
         """Bytes that all graphs will take: the first costs more than each of the others."""
         if not self._uses_graphs or self._stream is None:
             return 0
-        graphs = DecodeGraphs(self._sizes, self._bounds)
+        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
         kinds, before, made = list(graphs.kinds()), meter.used(), []
         used = []
         for kind in (kinds[0], kinds[-1]):
@@ -199,7 +244,7 @@ class GpuModelRunner:
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
-        graphs = DecodeGraphs(self._sizes, self._bounds)
+        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
         with memory.room_for("graphs"):
             graphs.capture(
                 self._run_decode,
@@ -223,9 +268,8 @@ class GpuModelRunner:
             "block_size": self._config.block_size,
             "graphs": len(self._graphs) if self._graphs else 0,
             "memory": terms.table(kv_cache),
-            "load_seconds": round(seconds["warm_up"] - seconds["load"], 3),
-            "warm_up_seconds": round(seconds["capture"] - seconds["warm_up"], 3),
-            "capture_seconds": round(time.perf_counter() - seconds["capture"], 3),
+            **self._kernels,
+            **seconds,
         }
         log.info("memory of %s: %s", self._device, self._details["memory"])
 

@@ -1,5 +1,8 @@
 """The launches that a runner makes once before anybody waits for one: every variant of every kernel
-that a step can need is compiled and loaded by them, and the largest step takes its memory.
+that a step can need, and the largest step takes its memory.
+
+They are made twice. `variants` only asks which variants they need, so that these can be compiled
+side by side (compile_ahead.py); `run` launches them, which loads them onto the device.
 
 All of it is inert: no sequence is real, so nothing is read from the cache or written to it. Of a
 model's layers one of each kind is enough. Kernels differ by the number of tokens, or of sequences
@@ -10,6 +13,7 @@ in graphs; and by the sampling options that rows have.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,25 +23,44 @@ from .decoder import GpuDecoder, Work
 from .graphs import batch_sizes
 from .sampler import Sampler
 
+if TYPE_CHECKING:
+    from .variants import Variant
+
 Progress = Callable[[int, int], None]
+Job = Callable[[], None]
+
+_WIDE = 1 << 31  # a stride that needs 64 bits
 
 
 class WarmUp:
-    """programmatic: decode steps will be graphs, whose launches are programmatic."""
+    """bounds_of: from a number of sequences to the bounds of their contexts that make a difference.
+    programmatic: decode steps will be graphs, whose launches are programmatic.
+    """
 
     def __init__(
-        self, batch: GpuBatch, decoder: GpuDecoder, sampler: Sampler, programmatic: bool
+        self,
+        batch: GpuBatch,
+        decoder: GpuDecoder,
+        sampler: Sampler,
+        bounds_of: Callable[[int], list[int]],
+        programmatic: bool,
     ) -> None:
         self._batch, self._decoder, self._sampler = batch, decoder, sampler
-        self._programmatic = programmatic
+        self._bounds_of, self._programmatic = bounds_of, programmatic
         self._layers = decoder.representatives()
 
-    def run(self, bounds: list[int], progress: Progress) -> None:
-        jobs = [
-            *(lambda size=size: self._decode(size, bounds) for size in self._sizes()),
-            *(lambda tokens=tokens: self._prefill(tokens) for tokens in self._tokens()),
-            self._sample_all,
-        ]
+    def variants(self) -> list[Variant]:
+        """What `run` and `copy_nothing` will launch, in that order, once each."""
+        from .variants import collect
+
+        with collect() as found:
+            for job in self._jobs():
+                job()
+            self._copy_in_any_cache()
+        return list(found.values())
+
+    def run(self, progress: Progress) -> None:
+        jobs = self._jobs()
         for done, job in enumerate(jobs):
             progress(done, len(jobs))
             job()
@@ -45,8 +68,15 @@ class WarmUp:
 
     def copy_nothing(self) -> None:
         """With the real cache, whose strides are wider than a small one's."""
-        nowhere = torch.full((1,), -1, dtype=torch.int32, device=self._batch.inputs.device)
+        nowhere = self._nowhere()
         copy_blocks(self._decoder.cache, nowhere, nowhere)
+
+    def _jobs(self) -> list[Job]:
+        return [
+            *(lambda size=size: self._decode(size) for size in self._sizes()),
+            *(lambda tokens=tokens: self._prefill(tokens) for tokens in self._tokens()),
+            self._sample_all,
+        ]
 
     def _sizes(self) -> list[int]:
         return batch_sizes(self._batch.capacity)
@@ -60,7 +90,20 @@ class WarmUp:
             size *= 4
         return [*tokens, most]
 
-    def _decode(self, size: int, bounds: list[int]) -> None:
+    def _nowhere(self) -> torch.Tensor:
+        return torch.full((1,), -1, dtype=torch.int32, device=self._batch.inputs.device)
+
+    def _copy_in_any_cache(self) -> None:
+        """How many blocks the cache will have isn't known yet, so neither is which of its strides
+        need 64 bits. Nothing is launched here, and one block stands for all.
+        """
+        nowhere, cache = self._nowhere(), self._decoder.cache
+        for layer, part in ((16, 16), (_WIDE, 16), (_WIDE, _WIDE)):
+            strides = (layer, part, *cache.stride()[2:])
+            block = cache[:1, :1, :1]
+            copy_blocks(block.as_strided(block.shape, strides), nowhere, nowhere)
+
+    def _decode(self, size: int) -> None:
         """As a graph will have it, as an eager step has it, and beside prefill."""
         batch = self._batch
         ways = [True] if self._programmatic else [False]
@@ -68,7 +111,7 @@ class WarmUp:
             ways.append(False)
         for pdl in ways:
             batch.prepare_decode(size, pdl)
-            for bound in bounds:
+            for bound in self._bounds_of(size):
                 work = Work(size, size, bound)
                 self._decoder.forward(work, self._layers, pdl)
                 logits_NV = self._decoder.logits(batch.last_N[:size], work, pdl)

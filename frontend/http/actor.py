@@ -12,6 +12,7 @@ from typing import Any
 from ...actors.base import Actor
 from ...actors.boot import Boot
 from ...actors.control import Control
+from ...actors.profiling import ProfileAsks
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ..client import EngineClient
@@ -31,6 +32,7 @@ class ApiServer(Actor):
         super().__init__(boot, control)
         self._http: HttpServer | None = None
         self._status: list[asyncio.Future[supervision.Status]] = []
+        self._profiles = ProfileAsks(control.send)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
@@ -51,7 +53,9 @@ class ApiServer(Actor):
             engine.scheduling_policy,
         )
         self._client.observer = recorder = Recorder()
-        app = make_app(self._client, boot.spec, boot.server, self._ask_status, recorder)
+        app = make_app(
+            self._client, boot.spec, boot.server, self._ask_status, recorder, self._profiles.ask
+        )
         self._http = HttpServer(app, boot.server)
         return {}
 
@@ -74,6 +78,8 @@ class ApiServer(Actor):
                     if not answer.done():
                         answer.set_result(message)
                 self._status.clear()
+            case supervision.Profiled():
+                self._profiles.answered(message)
             case _:
                 super().on_control(message)
 
@@ -95,6 +101,7 @@ class ApiServer(Actor):
 
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))
+        self._profiles.fail("the server is shutting down")
         if self._http is not None:
             await self._http.close()
 

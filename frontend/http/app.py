@@ -36,8 +36,12 @@ def make_app(
     server: ServerConfig,
     status: Callable[[], Awaitable[Status]],
     recorder: Recorder,
+    profile: Callable[[bool], Awaitable[str]] | None = None,
 ) -> web.Application:
-    """The application, to be run by an HttpServer."""
+    """The application, to be run by an HttpServer.
+
+    profile: starts the workers' profilers, or stops them and returns a report.
+    """
     app = web.Application(client_max_size=server.max_body_bytes)
     add_middlewares(app, server)
     names = server.served_model_name or [spec.name]
@@ -50,6 +54,10 @@ def make_app(
     app.router.add_get("/version", api.version)
     app.router.add_get("/status", api.status)
     app.router.add_post("/reset_prefix_cache", api.reset_prefix_cache)
+    if profile is not None:
+        profiles = Profiles(profile)
+        app.router.add_post("/start_profile", profiles.start)
+        app.router.add_post("/stop_profile", profiles.stop)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
@@ -164,6 +172,22 @@ class Api:
             "parent": None,
             "max_model_len": self._spec.max_model_len,
         }
+
+
+class Profiles:
+    """Handlers of a server's profiles."""
+
+    def __init__(self, profile: Callable[[bool], Awaitable[str]]) -> None:
+        self._profile = profile
+
+    async def start(self, _: web.Request) -> web.Response:
+        """Answered when all workers record."""
+        await self._profile(True)
+        return web.Response()
+
+    async def stop(self, _: web.Request) -> web.Response:
+        """Answered when the traces are written: with a table of each, as text."""
+        return web.Response(text=await self._profile(False) + "\n")
 
 
 def as_dict(value: Any) -> Any:

@@ -170,10 +170,11 @@ def test_a_warm_up_touches_nothing(pair, monkeypatch):
     s = pair("gemma3")
     mine = s.mine
     monkeypatch.setattr(mine._sampler, "warm_up", lambda logits: None)  # slow under the interpreter
-    warm_up = WarmUp(mine._batch, mine._decoder, mine._sampler, programmatic=True)
+    parts = (mine._batch, mine._decoder, mine._sampler, mine._bounds_of)
+    warm_up = WarmUp(*parts, programmatic=True)
     jobs = []
     with torch.inference_mode():
-        warm_up.run(mine._bounds, lambda done, total: jobs.append((done, total)))
+        warm_up.run(lambda done, total: jobs.append((done, total)))
         warm_up.copy_nothing()
     assert jobs[-1] == (len(jobs) - 1, len(jobs) - 1)
     assert not mine._batch.tokens_RL.any()

@@ -4,7 +4,9 @@ that is measured, and long prompts behind captured graphs.
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,14 @@ import pytest
 import torch
 import transformers
 from executor.gpu.conftest import GREEDY, MODELS, TwoRunners, load, random_tokens
+from executor.gpu.launchless import steps_of
 from kernels.gpu.devices import DEVICE
+from triton import knobs
+from triton.runtime import JITFunction
 
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.weights import DummyWeights
+from ringcast.kernels import gpu as kernels
 from ringcast.mq import codec
 from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import ConfigError
@@ -46,6 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "query_pre_attn_scalar": 64,
     },
+}
+ALL_STEPS = {
+    "device": "cuda",
+    "max_num_seqs": 40,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 1000,
 }
 PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((70, 3, 129, 16, 1))]
 
@@ -209,3 +221,27 @@ def test_seconds_and_tokens_of_a_dummy_model(name, specs):
     output = s.run({2: 9})
     assert 0 < output.seconds < 5
     assert codec.ints(output.rows).tolist() == [2]
+
+
+def forget_kernels() -> None:
+    """What this process has loaded of them, as in a new one."""
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()
+
+
+def test_no_kernel_is_compiled_once_a_runner_is_loaded(specs, tmp_path, monkeypatch):
+    """And a second start with the same folder compiles none at all."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    details = []
+    for _ in range(2):
+        forget_kernels()
+        runner = load(specs["qwen3"], GpuModelRunner, 0, DEVICE, **ALL_STEPS)
+        details.append(runner.details())
+    assert details[0]["kernels_compiled"] == details[0]["kernels"] > 30
+    assert (details[1]["kernels_compiled"], details[1]["kernels"]) == (0, details[0]["kernels"])
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda fn, **_: compiled.append(fn.name))
+    steps_of(runner)
+    assert compiled == []

@@ -1,0 +1,205 @@
+"""Triton's compiler without a device: a driver that says what would be there. Run as a process of
+its own, since tests here may have Triton interpret.
+
+    python launchless.py steps FOLDER      every step's variants are among those collected
+    python launchless.py compile FOLDER    a server compiles, and Triton finds what it has made;
+                                           what it can't compile is named
+    python launchless.py order FOLDER      an order for a server, with what takes long
+
+FOLDER is for compiled kernels. Prints a line of JSON. What launches a variant is not compiled here:
+that needs the driver's library.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from executor.gpu.conftest import GREEDY, MODELS, NUM_BLOCKS, TwoRunners, make_model, random_tokens
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from ringcast.executor.gpu import compile_ahead
+from ringcast.executor.gpu.compile_ahead import CompileServer, Job, Order, jobs_of
+from ringcast.executor.gpu.graphs import LARGEST, DecodeGraphs
+from ringcast.executor.gpu.runner import GpuModelRunner
+from ringcast.executor.gpu.variants import Variant, collect
+from ringcast.executor.gpu.warm_up import WarmUp
+from ringcast.kernels.gpu.embedding import _embed_kernel
+from ringcast.kernels.gpu.top_mask import _range_kernel
+from ringcast.mq.config import EngineConfig, build
+from ringcast.mq.sampling_params import SamplingParams
+
+TARGET = GPUTarget("cuda", 90, 32)
+OPTIONS: list[SamplingParams] = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=1.0, seed=6, top_p=0.9),
+    SamplingParams(temperature=1.0, seed=6, top_k=3, logprobs=2),
+    SamplingParams(temperature=1.0, seed=6, min_p=0.1, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=20),
+    SamplingParams(temperature=0.7, seed=1, frequency_penalty=0.3, top_k=9),
+    SamplingParams(temperature=0.0, logit_bias={3: 2.0}, prompt_logprobs=0),
+    SamplingParams(temperature=0.0, allowed_token_ids=[3, 4], logprobs=0),
+    SamplingParams(temperature=1.0, seed=2, bad_words=[], min_tokens=3, stop_token_ids=[7]),
+]
+
+
+def without_device() -> None:
+    device = {
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device: 0,
+        "get_current_target": lambda: TARGET,
+        "utils": None,
+    }
+    driver.set_active(SimpleNamespace(**device))
+
+
+class NoGraphs:
+    """Finds a graph where a device has one; to replay it launches nothing that isn't known."""
+
+    def find(self, size: int, bound: int, whole: bool) -> NoGraphs | None:
+        return self if size <= LARGEST else None
+
+    def replay(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def make_runner(name: str, folder: Path, graphs: bool = True) -> tuple[GpuModelRunner, WarmUp]:
+    """Loaded up to its first launches."""
+    options = {
+        "device": "cuda",
+        "block_size": 16,
+        "max_num_seqs": 40,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+    }
+    spec = make_model(folder / name, name)
+    runner = GpuModelRunner(build(EngineConfig, options), spec, 0, torch.device("cpu"))
+    runner._load_weights(lambda *_: None)
+    runner._make_buffers()
+    runner._decoder.set_cache(NUM_BLOCKS)
+    runner._graphs = NoGraphs() if graphs else None
+    parts = (runner._batch, runner._decoder, runner._sampler)
+    return runner, WarmUp(*parts, runner._bounds_of, programmatic=graphs)
+
+
+def steps_of(runner: GpuModelRunner) -> None:
+    """Prompts of many lengths that begin one after the other, with all options, and a fork."""
+    s = TwoRunners(runner, None, 16, len(runner._decoder.groups), 100_000)
+    options = itertools.cycle(OPTIONS)
+    for row, length in enumerate((1, 2, 15, 16, 17, 40, 3, 100, 5, 33, 1, 1)):
+        s.enter(row, random_tokens(row, length), params=next(options))
+        s.run(dict.fromkeys(range(row), 1) | {row: length})
+    for rows in (1, 2, 3, 5, 8, 9, 12):
+        s.run(dict.fromkeys(range(rows), 1))
+    s.copy(s.blocks[7][0])
+    s.run({7: 1})
+    for row in range(12, 40):
+        s.enter(row, random_tokens(row, 2), params=OPTIONS[row % 3])
+    s.run(dict.fromkeys(range(12, 40), 2))
+    s.run(dict.fromkeys(range(40), 1))
+    for row in range(40):
+        s.remove(row)
+    s.launch({})
+
+
+@torch.inference_mode()
+def graphs_of(runner: GpuModelRunner) -> None:
+    for kind in DecodeGraphs(runner._sizes, runner._bounds, runner._attention_of).kinds():
+        runner._run_decode(*kind)
+
+
+def check_steps(folder: Path) -> dict[str, Any]:
+    report = {}
+    for name, graphs in itertools.product(MODELS, (True, False)):
+        runner, warm_up = make_runner(name, folder, graphs)
+        with torch.inference_mode():
+            known = {variant.data for variant in warm_up.variants()}
+        with collect() as found:
+            steps_of(runner)
+            if graphs:
+                graphs_of(runner)
+        new = sorted({v.name for data, v in found.items() if data not in known})
+        report[f"{name} {graphs}"] = {"known": len(known), "used": len(found), "new": new}
+    return report
+
+
+def variants_of(folder: Path, *kernels: str) -> list[Variant]:
+    _, warm_up = make_runner("llama", folder)
+    with torch.inference_mode():
+        variants = warm_up.variants()
+    return [variant for variant in variants if variant.name.endswith(kernels)]
+
+
+def small_variants(folder: Path) -> list[Variant]:
+    """Those compile within a moment."""
+    short = ("_range_kernel", "_embed_kernel", "_append_tokens_kernel")
+    return variants_of(folder, *short)
+
+
+def without_launchers(variants: list[Variant]) -> list[Job]:
+    return [msgspec.structs.replace(job, launcher=False) for job in jobs_of(variants)]
+
+
+def compile_all(folder: Path, variants: Callable[[], list[Variant]]) -> tuple[Any, ...]:
+    progress: list[tuple[int, int]] = []
+    with CompileServer(folder) as server:
+        known, missing, errors = server.compile_missing(
+            variants, lambda *step: progress.append(step)
+        )
+    return known, missing, [error[:300] for error in errors], progress[-1:]
+
+
+def check_compile(folder: Path) -> dict[str, Any]:
+    _ = _range_kernel.cache_key  # of what it calls nothing has a digest yet
+    variants = small_variants(folder)
+    first, second = (compile_all(folder, lambda: variants) for _ in range(2))
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
+    runner, _ = make_runner("llama", folder)
+    batch = runner._batch
+    for size in (4, 8):
+        # As a step does it: Triton itself makes the source and the options that it looks for.
+        table, out = runner._decoder._table, runner._decoder._residual_TH[:size]
+        _embed_kernel.run(
+            batch.token_ids_T[:size], table, out, table.stride(0), out.stride(0), table.shape[0],
+            table.shape[1], runner._decoder._scale,
+            BLOCK=32, PDL=True, num_warps=4, launch_pdl=True, grid=(size, 1), warmup=True,
+        )  # fmt: skip
+    third = compile_all(folder, lambda: [bad(variants[0]), *variants])
+    return {"first": first, "second": second, "third": third, "hits": hits}
+
+
+def bad(good: Variant) -> Variant:
+    data = json.loads(good.data)
+    data["signature"] = dict.fromkeys(data["signature"], "constexpr")
+    return Variant("bad", json.dumps(data))
+
+
+def make_order(folder: Path) -> Any:
+    jobs = without_launchers(variants_of(folder, "_draw_kernel", "_decode_kernel"))
+    return msgspec.to_builtins(Order((TARGET.backend, TARGET.arch, TARGET.warp_size), 2, jobs))
+
+
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    compile_ahead.jobs_of = without_launchers
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    without_device()
+    checks = {"steps": check_steps, "compile": check_compile, "order": make_order}
+    print(json.dumps(checks[what](folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Which graphs there are, without capturing any."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringcast.executor.gpu.graphs import (
+    LARGEST,
+    DecodeGraphs,
+    batch_sizes,
+    context_bounds,
+    distinct_bounds,
+)
+from ringcast.kernels.gpu.decode_attention import choose_decode_config
+
+KV_HEADS, ROW_BYTES = 8, 256
+
+
+def attention(size: int, bound: int):
+    return choose_decode_config(size, KV_HEADS, bound, 0, ROW_BYTES)
+
+
+def test_bounds_that_are_launched_alike_share_the_longest():
+    shape = {1: "few", 2: "few", 3: "many"}
+    assert distinct_bounds(1, [1, 2, 3], lambda size, bound: shape[bound]) == {1: 2, 2: 2, 3: 3}
+
+
+def test_a_model_has_fewer_graphs_than_sizes_times_bounds():
+    sizes, bounds = batch_sizes(256), context_bounds(40960)
+    kinds = list(DecodeGraphs(sizes, bounds, attention).kinds())
+    assert len(kinds) == len(set(kinds)) == 52
+    assert len(sizes) * (len(bounds) + 1) == 76
+    assert kinds[0] == (256, 40961, True)  # the largest first
+    assert kinds[-2:] == [(1, 40961, True), (1, 40961, False)]
+
+
+class Graph:
+    def __init__(self, kind: tuple[int, int, bool]) -> None:
+        self.kind = kind
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> DecodeGraphs:
+    made = DecodeGraphs(batch_sizes(400), context_bounds(40960), attention)
+    monkeypatch.setattr(made, "capture_one", lambda run, kind, stream: Graph(kind))
+    made.capture(lambda *kind: None, None, lambda *step: None)
+    return made
+
+
+def test_every_step_finds_a_graph_that_is_launched_as_it_would_be(graphs):
+    bounds = context_bounds(40960)
+    for size in batch_sizes(400):
+        for bound in bounds:
+            if size > LARGEST:
+                assert graphs.find(size, bound, True) is None
+                continue
+            found = graphs.find(size, bound, True).kind
+            assert (found[0], found[2]) == (size, True)
+            assert attention(size, found[1]) == attention(size, bound)
+            assert graphs.find(size, bound, False).kind == (size, bounds[-1], False)
