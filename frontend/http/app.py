@@ -17,10 +17,14 @@ from ...mq.errors import InvalidRequestError, UnknownModelError
 from ...mq.messages import Message, Prompt
 from ...mq.supervision import Status
 from ..client import EngineClient
+from .api_docs import DocsApi
 from .errors import errors_as_json, respond
 from .generation import Generation
+from .load import LoadApi
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
+from .response_api import ResponsesApi
 from .responses import Form
+from .tokenize import TokenizeApi
 
 READY_SECONDS = 5.0  # that a silent engine gets to answer /ready
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -47,6 +51,10 @@ def make_app(
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
+    LoadApi(client).add_routes(app)
+    TokenizeApi(client, api._served).add_routes(app)
+    ResponsesApi(client, server, api._served, _request_id, REQUEST_ID_HEADER).add_routes(app)
+    DocsApi().add_routes(app)
     return app
 
 
