@@ -52,6 +52,7 @@ from ..mq.messages import (
     Chunk,
     Chunks,
     ClientToTokenizer,
+    Detokenized,
     Generate,
     Message,
     OutputSpec,
@@ -59,6 +60,7 @@ from ..mq.messages import (
     Prompt,
     Rejected,
     ResetPrefixCache,
+    Tokenized,
 )
 from ..mq.sampling_params import SamplingParams
 from .cache_reset import CacheResets
@@ -66,6 +68,7 @@ from .handle import RequestHandle, error_of
 from .mailbox import Mailbox
 from .pulse import Pulse
 from .takeover import Takeover
+from .tokenizer_questions import TokenizerQuestions
 
 TOKENIZER = "tokenizer.0"
 _PRIORITIES = 1 << 63  # as far as a message's integers go
@@ -115,6 +118,7 @@ class EngineClient:
         self._pulse = Pulse(lambda number: self._send(Ping(index, number)))
         self._resets = CacheResets(lambda name: self._send(ResetPrefixCache(index, name)))
         self._prefix = uuid.uuid4().hex[:8]
+        self._questions = TokenizerQuestions(self._send, index, self._prefix)
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
         self._num_submitted = 0
@@ -129,7 +133,7 @@ class EngineClient:
     @property
     def room(self) -> int:
         """How many more requests `submit` would take now."""
-        return max(0, self.max_num_queued_reqs - len(self._ledger))
+        return max(0, self.max_num_queued_reqs - len(self._ledger) - self._questions.num_open)
 
     def submit(
         self,
@@ -140,12 +144,13 @@ class EngineClient:
         cache_salt: str = "",
         mailbox: Mailbox | None = None,
         priority: int = 0,
+        keep_prompt_tokens: int = 0,
     ) -> RequestHandle:
         """Send a request to the engine, at once or when all of it is up again.
 
         Without `output`, each choice comes as raw chunks, few and large. priority: the lower, the
-        more urgent. Raises OverloadedError when the engine is full or drains, EngineDeadError, and
-        InvalidRequestError for a priority that has no effect.
+        more urgent. keep_prompt_tokens: as in Generate. Raises OverloadedError when the engine is
+        full or drains, EngineDeadError, and InvalidRequestError for a priority that has no effect.
         """
         self._check_priority(priority)
         self._refuse_if_unable()
@@ -161,6 +166,7 @@ class EngineClient:
             arrival=time.monotonic(),
             cache_salt=cache_salt,
             priority=priority,
+            keep_prompt_tokens=keep_prompt_tokens,
         )
         parked = bool(self._takeover.down)
         if not parked:
@@ -203,8 +209,12 @@ class EngineClient:
         elif isinstance(message, ResetPrefixCache):
             self._pulse.beat()
             self._num_dropped += not self._resets.answered(message.request_id)
+        elif isinstance(message, Tokenized | Detokenized):
+            self._num_dropped += not self._questions.answered(message)
         else:
             assert isinstance(message, Accepted | Rejected), f"{source} sent {message!r}"
+            if isinstance(message, Rejected) and self._questions.answered(message):
+                return
             handle = self._ledger.get(message.request_id)
             if handle is None or handle.request.incarnation != message.incarnation:
                 self._num_dropped += 1
@@ -221,6 +231,8 @@ class EngineClient:
             return
         for handle in self._takeover.lost(names, error, from_outside, self._ledger.values()):
             self._close(handle)
+        if TOKENIZER in names:
+            self._questions.blame(error)
         if self._takeover.down:
             self._pulse.stop()
 
@@ -231,6 +243,7 @@ class EngineClient:
             self._takeover.regained(names, self._ledger.values())
             if was_down and not self._takeover.down:
                 self._resets.send_again()
+                self._questions.send_again()
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every open request raises `error`, and every further `submit`."""
@@ -238,13 +251,30 @@ class EngineClient:
         self._takeover.stop()
         self._pulse.stop()
         self._resets.fail(error)
+        self._questions.fail(error)
         for handle in list(self._ledger.values()):
             handle.fail(copy.copy(error))
             self._close(handle)
 
+    async def tokenize(self, prompt: Prompt, with_texts: bool = False) -> Tokenized:
+        """A prompt's tokens, as the tokenizer actor makes them. Raises as `submit` does."""
+        self._refuse_if_unable()
+        try:
+            return await self._questions.tokenize(prompt, with_texts, not self._takeover.down)
+        finally:
+            self._wake_if_idle()
+
+    async def detokenize(self, token_ids: bytes) -> str:
+        """The text of tokens (i32 bytes), special ones included. Raises as `submit` does."""
+        self._refuse_if_unable()
+        try:
+            return await self._questions.detokenize(token_ids, not self._takeover.down)
+        finally:
+            self._wake_if_idle()
+
     async def wait_idle(self) -> None:
-        """Wait until no request is open."""
-        while self._ledger:
+        """Wait until no request is open, and nothing is asked of the tokenizer."""
+        while self._ledger or self._questions.num_open:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(waiter)
             await waiter
@@ -331,7 +361,10 @@ class EngineClient:
         self._takeover.settle(handle)
         if self.observer is not None:
             self.observer.closed(handle)
-        if not self._ledger:
+        self._wake_if_idle()
+
+    def _wake_if_idle(self) -> None:
+        if not self._ledger and not self._questions.num_open:
             for waiter in self._idle:
                 if not waiter.done():
                     waiter.set_result(None)

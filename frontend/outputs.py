@@ -164,11 +164,14 @@ def logprob_rows(chunk: Chunk) -> list[LogprobRow]:
 
 def prompt_logprobs(chunk: Chunk) -> list[dict[int, Logprob]]:
     """Those of the request's prompt, from its second token on, if this chunk has them."""
+    return [_by_token_id(row) for row in prompt_logprob_rows(chunk)]
+
+
+def prompt_logprob_rows(chunk: Chunk) -> list[LogprobRow]:
+    """The same, as rows."""
     if chunk.prompt_logprobs is None:
         return []
-    return [
-        _by_token_id(row) for row in unpack_rows(chunk.prompt_logprobs, chunk.prompt_logprob_tokens)
-    ]
+    return unpack_rows(chunk.prompt_logprobs, chunk.prompt_logprob_tokens)
 
 
 def _by_token_id(row: LogprobRow) -> dict[int, Logprob]:

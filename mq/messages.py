@@ -1,9 +1,11 @@
 """Everything that actors ever say, and nothing else: read this and know the whole conversation.
+(A prompt, which several of them carry, is in prompt.py.)
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
-    client -> tokenizer       Generate, Abort, Ping, ResetPrefixCache
-    tokenizer -> client       Accepted, or Rejected (the request goes no further)
+    client -> tokenizer       Generate, Abort, Ping, ResetPrefixCache; Tokenize, Detokenize
+    tokenizer -> client       Accepted, or Rejected (the request goes no further); Tokenized,
+                              Detokenized
     tokenizer -> scheduler    AddRequest, AbortRequest, AbortClient, Ping, ResetPrefixCache (in
                               order: no abort overtakes its request)
     scheduler -> workers      StepPlan (broadcast; only what changed)
@@ -29,6 +31,10 @@ from typing import Literal
 
 import msgspec
 
+from .prompt import ChatPrompt as ChatPrompt
+from .prompt import Prompt as Prompt
+from .prompt import TextPrompt as TextPrompt
+from .prompt import TokensPrompt as TokensPrompt
 from .sampling_params import SamplingParams
 
 
@@ -50,32 +56,6 @@ class ErrorInfo(Message):
 
 
 # --- client -> tokenizer ------------------------------------------------------------------------
-
-
-class TextPrompt(Message, tag="text"):
-    text: str
-    add_special_tokens: bool = True
-
-
-class TokensPrompt(Message, tag="tokens"):
-    token_ids: bytes  # i32[N]
-
-
-class ChatPrompt(Message, tag="chat"):
-    """Messages for the model's chat template, as the JSON array that the user sent.
-
-    tools: the JSON array of the tools that the user offers, empty for none.
-    """
-
-    messages: bytes
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    template_kwargs: bytes = b"{}"
-    tools: bytes = b""
-
-
-Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 class ParserSpec(Message):
@@ -105,6 +85,8 @@ class OutputSpec(Message):
     null_usage: rendered chunks carry `"usage": null` (stream_options.include_usage was set).
     parsers: of a chat's output. Rendered chunks are parsed by them; the text of others is left as
         it is, with the special tokens that the parsers look for.
+    continuous_usage: rendered chunks carry the usage so far.
+    tokens_as_ids: tokens in log-probabilities go by the name "token_id:ID".
     """
 
     client: int
@@ -116,6 +98,8 @@ class OutputSpec(Message):
     index_offset: int = 0
     null_usage: bool = False
     parsers: ParserSpec | None = None
+    continuous_usage: bool = False
+    tokens_as_ids: bool = False
 
 
 class Resume(Message):
@@ -131,6 +115,8 @@ class Generate(Message, tag="generate"):
     resume: at a takeover, every choice that is still open; those not named here have ended. Empty
         for a request of which nothing has come yet: all its choices begin at their beginning.
     priority: the lower, the more urgent (scheduling_policy "priority"; 0 for all with "fcfs").
+    keep_prompt_tokens: of a longer prompt only so many tokens count, the last ones (and the special
+        ones that the tokenizer adds); 0 keeps all.
     """
 
     request_id: str
@@ -142,6 +128,7 @@ class Generate(Message, tag="generate"):
     cache_salt: str = ""
     resume: list[Resume] = []
     priority: int = 0
+    keep_prompt_tokens: int = 0
 
 
 class Abort(Message, tag="abort"):
@@ -177,7 +164,27 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     request_id: str
 
 
-ClientToTokenizer = Generate | Abort | Ping | ResetPrefixCache
+class Tokenize(Message, tag="tokenize"):
+    """Asks what tokens a prompt is. Answered by Tokenized, or by Rejected (of incarnation 0).
+
+    with_texts: name them, too.
+    """
+
+    client: int
+    request_id: str
+    prompt: Prompt
+    with_texts: bool = False
+
+
+class Detokenize(Message, tag="detokenize"):
+    """Asks what text these tokens are. Answered by Detokenized, or by Rejected, likewise."""
+
+    client: int
+    request_id: str
+    token_ids: bytes  # i32[N]
+
+
+ClientToTokenizer = Generate | Abort | Ping | ResetPrefixCache | Tokenize | Detokenize
 
 
 # --- tokenizer -> client, tokenizer -> scheduler ------------------------------------------------
@@ -202,7 +209,22 @@ class Accepted(Message, tag="accepted"):
     prompt_token_ids: bytes  # i32[num_prompt_tokens]
 
 
-TokenizerToClient = Accepted | Rejected
+class Tokenized(Message, tag="tokenized"):
+    """texts: the tokens by the names that they have in the vocabulary, if those were asked for."""
+
+    request_id: str
+    token_ids: bytes  # i32[N]
+    texts: list[str] = []
+
+
+class Detokenized(Message, tag="detokenized"):
+    """Special tokens are in the text."""
+
+    request_id: str
+    text: str
+
+
+TokenizerToClient = Accepted | Rejected | Tokenized | Detokenized
 
 
 class AddRequest(Message, tag="add"):

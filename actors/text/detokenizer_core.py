@@ -16,7 +16,7 @@ per batch of messages, in `flush`, one message per client.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...mq import codec
@@ -33,7 +33,7 @@ from ...mq.messages import (
     StreamStep,
 )
 from ..core import PeerLost, Send
-from .logprob_rows import StepLogprobs
+from .logprob_rows import StepLogprobs, token_id_name
 from .parsers.output_parser import markers_of
 from .text_stream import TextStream
 from .text_tokenizer import TextTokenizer
@@ -110,7 +110,7 @@ class DetokenizerCore:
         if not opened.resumed:
             return
         try:
-            stream.resume(self._decoders.bytes_of)
+            stream.resume(self._naming(stream))
         except Exception as error:  # as in _push
             logger.exception("resuming %s failed", opened.request_id)
             stream.fail(f"it can't be resumed: {error}")
@@ -129,6 +129,10 @@ class DetokenizerCore:
             kept = {self._tokenizer.backend.token_to_id(marker) for marker in markers}
             left_out = self._left_out[markers] = self._tokenizer.special_token_ids - kept
         return TextStream(opened, self._decoders.open(False, continues=True), left_out)
+
+    def _naming(self, stream: TextStream) -> Callable[[int], bytes]:
+        """What the stream's client wants a token to be called in log-probabilities."""
+        return token_id_name if stream.opened.output.tokens_as_ids else self._decoders.bytes_of
 
     def _forget_all(self) -> None:
         self._streams.clear()
@@ -175,7 +179,7 @@ class DetokenizerCore:
         stream = self._streams.get(part.of)
         if stream is None or stream.finish is not None:
             return
-        stream.add_prompt_logprobs(part, self._decoders.bytes_of)
+        stream.add_prompt_logprobs(part, self._naming(stream))
         if stream.finish is not None:
             self._touched[stream] = None
             self._stopped[part.of] = stream.num_tokens
@@ -184,7 +188,7 @@ class DetokenizerCore:
         self, stream: TextStream, logprobs: StepLogprobs, at: int, index: int
     ) -> None:
         if stream.num_logprobs is not None:
-            row = logprobs.row(at, index, stream.num_logprobs, self._decoders.bytes_of)
+            row = logprobs.row(at, index, stream.num_logprobs, self._naming(stream))
             if row is not None:
                 stream.add_logprobs(row)
 

@@ -1,7 +1,8 @@
 """Renders a stream's output as server-sent events of OpenAI's shape.
 
     data: {"id", "object": "chat.completion.chunk" or "text_completion", "created", "model",
-           "choices": [{"index", "delta" or "text", "logprobs", "finish_reason"}]}
+           "choices": [{"index", "delta" or "text", "logprobs", "finish_reason"}],
+           "usage" (of this choice so far; only with stream_options.continuous_usage_stats)}
 
 Nearly every event is a few characters of text between bytes that never change within a stream, so
 those are made once and only the text is encoded. The first event of a chat choice also names the
@@ -34,7 +35,18 @@ _encode = msgspec.json.Encoder().encode
 class EventRenderer:
     """The events of one choice. `opened.output.form` is "chat" or "completion"."""
 
-    __slots__ = ("_chat", "_close", "_first", "_head", "_num_chars", "_open", "_plain", "_tail")
+    __slots__ = (
+        "_chat",
+        "_close",
+        "_first",
+        "_head",
+        "_num_chars",
+        "_num_prompt_tokens",
+        "_open",
+        "_plain",
+        "_tail",
+        "_with_usage",
+    )
 
     def __init__(self, opened: OpenStream) -> None:
         output = opened.output
@@ -52,6 +64,8 @@ class EventRenderer:
         self._tail = b'}],"usage":null}\n\n' if output.null_usage else b"}]}\n\n"
         self._plain = self._close + b',"logprobs":null,"finish_reason":null' + self._tail
         self._first = self._chat
+        self._with_usage = output.continuous_usage
+        self._num_prompt_tokens = opened.num_prompt_tokens
         self._num_chars = 0
 
     def resume(self, num_chars: int) -> None:
@@ -59,25 +73,41 @@ class EventRenderer:
         self._first = False
         self._num_chars = num_chars
 
-    def event(self, text: str, rows: Sequence[LogprobRow], finish: Finish | None) -> bytes:
-        """One event with new text and the logprobs of the tokens since the last event."""
-        if finish is None and not rows and not self._first:
+    def event(
+        self,
+        text: str,
+        rows: Sequence[LogprobRow],
+        finish: Finish | None,
+        num_tokens: int = 0,
+    ) -> bytes:
+        """One event with new text and the logprobs of the tokens since the last event.
+
+        num_tokens: of the output so far.
+        """
+        if finish is None and not rows and not self._first and not self._with_usage:
             return self._open + _encode(text) + self._plain
         begin = self._open
         if self._first:
             begin = self._head + b'"delta":{"role":"assistant","content":'
             self._first = False
-        parts = (begin, _encode(text), self._close, self._logprobs(rows), _end(finish), self._tail)
+        tail = self._tail_at(num_tokens)
+        parts = (begin, _encode(text), self._close, self._logprobs(rows), _end(finish), tail)
         return b"".join(parts)
 
     def events(
-        self, deltas: list[Delta], rows: Sequence[LogprobRow], finish: Finish | None, called: bool
+        self,
+        deltas: list[Delta],
+        rows: Sequence[LogprobRow],
+        finish: Finish | None,
+        called: bool,
+        num_tokens: int = 0,
     ) -> bytes:
         """The events of new deltas; the first has the logprobs, the last the finish.
 
         called: there has been a tool call in this choice.
         """
         said = _fields(deltas)
+        tail = self._tail_at(num_tokens)
         events = []
         for i, fields in enumerate(said):
             if self._first:
@@ -86,9 +116,19 @@ class EventRenderer:
                 self._first = False
             end = _end(finish, called) if i == len(said) - 1 else _end(None)
             parts = (self._head, b'"delta":', _encode(fields), self._logprobs(rows), end)
-            events += [*parts, self._tail]
+            events += [*parts, tail]
             rows = ()
         return b"".join(events)
+
+    def _tail_at(self, num_tokens: int) -> bytes:
+        if not self._with_usage:
+            return self._tail
+        prompt = self._num_prompt_tokens
+        return b'}],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+            prompt,
+            num_tokens,
+            prompt + num_tokens,
+        )
 
     def _logprobs(self, rows: Sequence[LogprobRow]) -> bytes:
         if not rows:

@@ -58,6 +58,11 @@ class StepLogprobs:
         )
 
 
+def token_id_name(token_id: int) -> bytes:
+    """vLLM's name of a token where texts would not do (return_tokens_as_token_ids)."""
+    return b"token_id:%d" % token_id
+
+
 def pack_rows(
     rows: Sequence[LogprobRow], first_place: int
 ) -> tuple[TokenLogprobs, list[bytes | None]]:

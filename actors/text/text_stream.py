@@ -237,9 +237,11 @@ class TextStream:
                 deltas += parser.end()
             if not (deltas or finish):
                 return b""
-            event = renderer.events(deltas, self._unrendered, finish, parser.called)
+            event = renderer.events(
+                deltas, self._unrendered, finish, parser.called, self.num_tokens
+            )
         elif text or finish:
-            event = renderer.event(text, self._unrendered, finish)
+            event = renderer.event(text, self._unrendered, finish, self.num_tokens)
         else:
             return b""
         if self._unrendered:

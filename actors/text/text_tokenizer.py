@@ -73,6 +73,20 @@ class TextTokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_end(self, text: str, num_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """At most `num_tokens`: the last ones of the text, and the special ones that are added."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        added = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        encoding.truncate(max(num_tokens - added, 0), direction="left")
+        whole = self.backend.post_process(encoding, add_special_tokens=add_special_tokens)
+        ids: list[int] = whole.ids
+        return ids[-num_tokens:]
+
+    def token_name(self, token_id: int) -> str:
+        """What the vocabulary calls it ("Ġthe"); nothing where the tokenizer doesn't know it."""
+        name: str | None = self.backend.id_to_token(token_id)
+        return name or ""
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text

@@ -4,7 +4,7 @@ Each Generate goes on as an AddRequest to the scheduler, which the client is tol
 is answered by a Rejected. A takeover is encoded anew, or brings the token ids of before; its output
 so far goes on as it is. What must not overtake a request takes the same way: an Abort becomes an
 AbortRequest, the loss of a client an AbortClient, and a Ping or a
-ResetPrefixCache stays what it is.
+ResetPrefixCache stays what it is. A Tokenize or Detokenize is answered here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ from ...mq.messages import (
     Accepted,
     AddRequest,
     ChatPrompt,
+    Detokenize,
+    Detokenized,
     ErrorInfo,
     Generate,
     OutputSpec,
     Ping,
+    Prompt,
     Rejected,
     ResetPrefixCache,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokensPrompt,
 )
 from ...mq.sampling_params import SamplingParams
@@ -88,6 +93,8 @@ class TokenizerCore:
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
         if isinstance(message, Generate):
             return self._generate(message)
+        if isinstance(message, Tokenize | Detokenize):
+            return (Send(f"client.{message.client}", self._answer(message)),)
         if isinstance(message, Abort):
             request = AbortRequest(message.request_id, message.incarnation)
             return (Send(self._scheduler, request),)
@@ -115,23 +122,41 @@ class TokenizerCore:
             ids = add.prompt_token_ids
             accepted = Accepted(request.request_id, request.incarnation, ids)
             return (Send(client, accepted), Send(self._scheduler, add))
-        except InvalidRequestError as error:
-            info = ErrorInfo(str(error), error.status, param=error.param, code=error.code)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the Rust library is no Exception
-            logger.exception("request %s failed in the tokenizer", request.request_id)
-            text = f"tokenizing the prompt failed: {type(error).__name__}: {error}"
-            info = ErrorInfo(text, status=500, type="server_error")
+            info = _error_info(error, request.request_id)
         self._num_rejected += 1
         rejected = Rejected(request.request_id, request.incarnation, info)
         return (Send(client, rejected),)
+
+    def _answer(self, question: Tokenize | Detokenize) -> Tokenized | Detokenized | Rejected:
+        name = question.request_id
+        try:
+            if isinstance(question, Detokenize):
+                return Detokenized(name, self._decode(codec.ints(question.token_ids)))
+            ids = self._encode(question.prompt)
+            self._check_range(ids, _param(question.prompt))
+            texts = []
+            if question.with_texts:
+                tokenizer = self._text_tokenizer("return_token_strs")
+                texts = [tokenizer.token_name(token_id) for token_id in ids.tolist()]
+            return Tokenized(name, codec.pack(ids), texts)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in _generate
+            return Rejected(name, 0, _error_info(error, name))
+
+    def _decode(self, ids: NDArray[Any]) -> str:
+        tokenizer = self._text_tokenizer("tokens")
+        self._check_range(ids, "tokens")
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _add(self, request: Generate) -> AddRequest:
         vocab_size = self._spec.vocab_size
         check_token_ids(request.params, vocab_size)
         bad_words = self._tokenise_bad_words(request.params)
-        ids = self._encode(request.prompt)
+        ids = self._encode(request.prompt, request.keep_prompt_tokens)
         param = _param(request.prompt)
         if not ids.size:
             raise InvalidRequestError("the prompt is empty: it must have at least one token", param)
@@ -162,9 +187,10 @@ class TokenizerCore:
         thinking = end.rstrip().endswith(opener)
         return replace(output, parsers=replace(parsers, thinking=thinking))
 
-    def _encode(self, prompt: TextPrompt | TokensPrompt | ChatPrompt) -> NDArray[Any]:
+    def _encode(self, prompt: Prompt, keep: int = 0) -> NDArray[Any]:
+        """keep: the last tokens alone, so many of them; 0 is all."""
         if isinstance(prompt, TokensPrompt):
-            return codec.ints(prompt.token_ids)
+            return codec.ints(prompt.token_ids)[-keep:]
         if isinstance(prompt, TextPrompt):
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
@@ -173,6 +199,9 @@ class TokenizerCore:
         if not text:
             raise InvalidRequestError("the prompt is empty", _param(prompt))
         tokenizer = self._text_tokenizer(_param(prompt))
+        if keep:
+            end = self._last_chars(tokenizer, text, keep)
+            return np.array(tokenizer.encode_end(end, keep, add_special_tokens), dtype=np.int64)
         self._probe(tokenizer, text, _param(prompt))
         return np.array(tokenizer.encode(text, add_special_tokens), dtype=np.int64)
 
@@ -201,6 +230,12 @@ class TokenizerCore:
         least = len(tokenizer.encode(beginning, add_special_tokens=False)) - _PROBE_SLACK
         if least >= self._spec.max_model_len:
             raise self._too_long(f"more than {least}", param)
+
+    def _last_chars(self, tokenizer: TextTokenizer, text: str, keep: int) -> str:
+        """An end of the text that has its last `keep` tokens; all of it where that isn't sure."""
+        end = text[-(keep + _PROBE_SLACK) * _PROBE_CHARS_PER_TOKEN :]
+        is_enough = len(tokenizer.encode(end, add_special_tokens=False)) >= keep + _PROBE_SLACK
+        return end if is_enough else text
 
     def _render(self, prompt: ChatPrompt) -> str:
         tokenizer = self._text_tokenizer("messages")
@@ -275,8 +310,16 @@ class TokenizerCore:
         )
 
 
-def _param(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> str:
+def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _error_info(error: BaseException, request_id: str) -> ErrorInfo:
+    if isinstance(error, InvalidRequestError):
+        return ErrorInfo(str(error), error.status, param=error.param, code=error.code)
+    logger.error("request %s failed in the tokenizer", request_id, exc_info=error)
+    text = f"the tokenizer failed: {type(error).__name__}: {error}"
+    return ErrorInfo(text, status=500, type="server_error")
 
 
 def _json_object(data: bytes) -> dict[str, Any]:

@@ -19,13 +19,17 @@ from ..metrics.recorder import Recorder
 from . import request_id
 from .access import Access
 from .access_log import log_access
+from .api_docs import DocsApi
 from .body_limit import body_within
 from .cors import Cors
 from .errors import errors_as_json, respond
 from .generation import Generation
+from .load import LoadApi
 from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
+from .response_api import ResponsesApi
 from .responses import Form
+from .tokenize import TokenizeApi
 
 READY_SECONDS = 5.0  # that a silent engine gets to answer /ready
 
@@ -62,6 +66,10 @@ def make_app(
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
+    LoadApi(client).add_routes(app)
+    TokenizeApi(client, api._served).add_routes(app)
+    ResponsesApi(client, server, api._served).add_routes(app)
+    DocsApi().add_routes(app)
     return app
 
 

@@ -16,15 +16,18 @@ from ...mq.sampling_params import SamplingParams
 from ..client import EngineClient
 from ..handle import RequestHandle
 from ..mailbox import Mailbox
+from .echo import Echo, add_logprobs, echo_of
 from .errors import event_of
-from .protocol import GenerationRequest
+from .protocol import CompletionRequest, GenerationRequest
 from .responses import (
     CHUNK_OBJECTS,
     OBJECTS,
     Answer,
+    EventUsage,
     Form,
     Usage,
     add_prompt_logprobs,
+    add_token_ids,
     usage_of,
 )
 
@@ -59,6 +62,8 @@ class Generation:
         self._created = int(time.time())
         self._mailbox = Mailbox()
         self._handles: list[RequestHandle] = []
+        self._prompts: Sequence[Prompt] = ()
+        self._request: GenerationRequest | None = None
 
     def __enter__(self) -> Generation:
         return self
@@ -80,6 +85,8 @@ class Generation:
         Raises OverloadedError, EngineDeadError, InvalidRequestError.
         """
         self._check_room(len(prompts))
+        self._prompts, self._request = prompts, request
+        keep = request.keep_prompt_tokens(self._client.spec)
         for i, prompt in enumerate(prompts):
             output = OutputSpec(
                 client=self._client.index,
@@ -91,6 +98,8 @@ class Generation:
                 index_offset=i * params.n,
                 null_usage=request.include_usage,
                 parsers=self._parsers,
+                continuous_usage=request.continuous_usage,
+                tokens_as_ids=request.return_tokens_as_token_ids,
             )
             handle = self._client.submit(
                 prompt,
@@ -99,6 +108,7 @@ class Generation:
                 cache_salt=request.cache_salt,
                 mailbox=self._mailbox,
                 priority=request.priority,
+                keep_prompt_tokens=keep,
             )
             self._handles.append(handle)
 
@@ -108,26 +118,59 @@ class Generation:
             handle.request_id: [Answer(handle, choice) for choice in range(handle.request.params.n)]
             for handle in self._handles
         }
+        echoes = await self._echoes()
         while chunks := await self._mailbox.take():
             for chunk in chunks:
                 answers[chunk.request_id][chunk.choice].add(chunk)
-        choices = [answer.choice(self._form) for group in answers.values() for answer in group]
-        body = self._envelope(OBJECTS[self._form], choices, usage=usage_of(self._handles))
-        if self._handles[0].request.params.prompt_logprobs is not None:
-            add_prompt_logprobs(body, list(answers.values()), self._form)
+        body = await self._body(list(answers.values()), echoes)
         return web.Response(
             body=msgspec.json.encode(body), content_type="application/json", headers=headers
         )
+
+    async def _body(self, groups: list[list[Answer]], echoes: list[Echo | None]) -> dict[str, Any]:
+        request = self._request
+        assert request is not None
+        if self._handles[0].request.params.logprobs is not None:
+            for echo, handle, group in zip(echoes, self._handles, groups, strict=True):
+                if echo is not None:
+                    await add_logprobs(echo, self._client, handle, group[0].prompt_rows())
+        choices = [
+            answer.choice(self._form, echo)
+            for echo, group in zip(echoes, groups, strict=True)
+            for answer in group
+        ]
+        usage = usage_of(self._handles)
+        prompt_only = isinstance(request, CompletionRequest) and request.prompt_only
+        if prompt_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        body = self._envelope(OBJECTS[self._form], choices, usage=usage)
+        if request.prompt_logprobs is not None:
+            add_prompt_logprobs(body, groups, self._form)
+        if request.return_token_ids:
+            add_token_ids(body, self._handles, groups, self._form, prompt_only)
+        return body
+
+    async def _echoes(self) -> list[Echo | None]:
+        """By prompt, what its texts begin with."""
+        request = self._request
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return [None] * len(self._prompts)
+        return [
+            await echo_of(self._client, prompt, request.prompt_only) for prompt in self._prompts
+        ]
 
     async def stream(
         self, request: web.Request, include_usage: bool, headers: dict[str, str]
     ) -> web.StreamResponse:
         """The events as they come. Raises errors before the first; a later one is the last."""
+        echoes = await self._echoes()
         chunks = await self._mailbox.take()
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
         take, write = self._mailbox.take, response.write
         try:
+            if echo_events := self._echo_events(echoes):
+                await write(echo_events)
             while chunks:
                 # What has piled up behind a slow connection leaves in one write.
                 if data := b"".join([chunk.data for chunk in chunks]):
@@ -139,11 +182,40 @@ class Generation:
         await response.write_eof()
         return response
 
+    def _echo_events(self, echoes: list[Echo | None]) -> bytes:
+        """The first event of each choice."""
+        pairs = zip(self._handles, echoes, strict=True)
+        return b"".join(
+            [
+                self._echo_event(handle, echo, choice)
+                for handle, echo in pairs
+                if echo is not None
+                for choice in range(handle.request.params.n)
+            ]
+        )
+
+    def _echo_event(self, handle: RequestHandle, echo: Echo, choice: int) -> bytes:
+        output, num_tokens = handle.request.output, len(handle.prompt_token_ids) // 4
+        said = {
+            "index": output.index_offset + choice,
+            "text": echo.text,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        body = self._envelope(CHUNK_OBJECTS[self._form], [said], None)
+        if output.continuous_usage:
+            body["usage"] = EventUsage(num_tokens, 0, num_tokens)
+        elif not output.null_usage:
+            del body["usage"]
+        return b"data: %b\n\n" % msgspec.json.encode(body)
+
     def _usage_event(self) -> bytes:
         body = self._envelope(CHUNK_OBJECTS[self._form], [], usage=usage_of(self._handles))
         return b"data: %b\n\n" % msgspec.json.encode(body)
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    def _envelope(
+        self, kind: str, choices: list[dict[str, Any]], usage: Usage | EventUsage | None
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,

@@ -3,12 +3,12 @@
 A body goes through three sieves. Null is as good as absent. Fields in IGNORED say nothing about
 the output and are dropped. Fields in UNSUPPORTED would change the output and can't yet: they may
 have their neutral value, and anything else is refused by name. What is left must be a field of the
-request's struct, of its type.
+request's struct, of its type. (A field that one of the structs has is not unsupported there.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,7 +53,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -68,12 +67,14 @@ _REASONS = {
     "guided_regex": _GUIDED,
     "response_format": f'{_GUIDED}; it can only be absent or {{"type":"text"}}',
     "structured_outputs": _GUIDED,
+    "suffix": "it needs a model that fills in between two texts, and a way to ask it",
     "use_beam_search": "LLM.beam_search in Python searches beams; over HTTP there is sampling only",
 }
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = (
         False  # OpenAI's clients may send it; there is nothing here to obfuscate
     )
@@ -107,17 +108,50 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     skip_special_tokens: bool | None = None
     cache_salt: str = ""
     priority: int = 0
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     vllm_xargs: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def output_limit(self) -> int | None:
+        """The most tokens of output that the request speaks of."""
+        return self.max_tokens
+
+    def keep_prompt_tokens(self, spec: ModelSpec) -> int:
+        """How many of the prompt's last tokens count; 0 is all. Raises InvalidRequestError."""
+        given = self.truncate_prompt_tokens
+        if given is None:
+            return 0
+        if given == -1:  # as many as leave room for the output
+            return max(spec.max_model_len - max(self.output_limit or 1, 1), 1)
+        if not 1 <= given <= spec.max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or from 1 to {spec.max_model_len}, got {given}",
+                param="truncate_prompt_tokens",
+            )
+        return given
+
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     add_special_tokens: bool = True
+    echo: bool = False
+    best_of: int | None = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is to be generated; the prompt and its log-probabilities are the answer."""
+        return self.echo and self.max_tokens == 0
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
         """One or several prompts, of text or token ids."""
@@ -152,6 +186,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
 
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def chat_prompt(self) -> ChatPrompt:
         say_next = self.add_generation_prompt
         prompt = chat_prompt(
@@ -173,10 +211,24 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_request(body: bytes, kind: type[R]) -> R:
     """A body as a request. Raises InvalidRequestError that names the field at fault."""
+    request = sift(body, kind)
+    _check_together(request)
+    return request
+
+
+def sift(
+    body: bytes,
+    kind: type[S],
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    reasons: Mapping[str, str] = _REASONS,
+) -> S:
+    """A body as a struct, through the three sieves. Raises InvalidRequestError, likewise."""
+    own = kind.__struct_fields__
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -184,18 +236,18 @@ def read_request(body: bytes, kind: type[R]) -> R:
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")
     fields = {
-        name: value for name, value in fields.items() if value is not None and name not in IGNORED
+        name: value
+        for name, value in fields.items()
+        if value is not None and (name not in IGNORED or name in own)
     }
-    for name in fields.keys() & UNSUPPORTED.keys():
-        _check_neutral(name, fields.pop(name))
+    for name in fields.keys() & unsupported.keys() - {*own}:
+        _check_neutral(name, fields.pop(name), unsupported[name], reasons)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = {k: v for k, v in options.items() if v is not None}
     try:
-        request = msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(error) from None
-    _check_together(request)
-    return request
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> SamplingParams:
@@ -211,6 +263,10 @@ def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -
         fields["extra_args"] = request.vllm_xargs
     if isinstance(request, CompletionRequest):
         fields["logprobs"] = request.logprobs
+        if request.echo and request.logprobs is not None:
+            fields["prompt_logprobs"] = request.logprobs
+        if request.prompt_only:
+            fields["max_tokens"] = 1  # the least that the engine computes; it is dropped
         return SamplingParams(**fields)
     fields["logprobs"] = _chat_logprobs(request)
     if (limit := request.max_completion_tokens) is not None:
@@ -257,11 +313,13 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
     return top or 0
 
 
-def _check_neutral(name: str, value: Any) -> None:
+def _check_neutral(
+    name: str, value: Any, accepted: tuple[Any, ...], reasons: Mapping[str, str]
+) -> None:
     # True == 1 and False == 0, but a boolean is no number here.
-    if any(value == neutral and _alike(value, neutral) for neutral in UNSUPPORTED[name]):
+    if any(value == neutral and _alike(value, neutral) for neutral in accepted):
         return
-    reason = _REASONS.get(name, f"it can only be {_neutral(name)}")
+    reason = reasons.get(name, f"it can only be {_neutral(accepted)}")
     raise InvalidRequestError(f"{name} is not supported yet: {reason}", param=name)
 
 
@@ -269,8 +327,8 @@ def _alike(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _neutral(name: str) -> str:
-    values: Sequence[Any] = ["absent", *UNSUPPORTED[name][:1]]
+def _neutral(accepted: tuple[Any, ...]) -> str:
+    values: Sequence[Any] = ["absent", *accepted[:1]]
     return " or ".join(v if v == "absent" else msgspec.json.encode(v).decode() for v in values)
 
 
@@ -281,6 +339,19 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
         raise InvalidRequestError(
             "prompt_logprobs can't be streamed: stream must be false", param="prompt_logprobs"
         )
+    if request.return_token_ids and request.stream:
+        raise InvalidRequestError(
+            "return_token_ids can't be streamed: stream must be false", param="return_token_ids"
+        )
+    if request.continuous_usage and not request.include_usage:
+        raise InvalidRequestError(
+            "stream_options.continuous_usage_stats needs stream_options.include_usage to be true",
+            param="stream_options.continuous_usage_stats",
+        )
+    if isinstance(request, CompletionRequest):
+        _check_best_of(request)
+        if request.echo:
+            _check_echo(request)
     if isinstance(request, ChatRequest):
         check_tools(request.tools)
         check_tool_choice(request.tools, request.tool_choice)
@@ -291,6 +362,34 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
                 f"({request.max_completion_tokens}) contradict each other",
                 param="max_completion_tokens",
             )
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    n = 1 if request.n is None else request.n
+    if request.best_of not in (None, 1, n):
+        raise InvalidRequestError(
+            f"best_of is not supported yet: it can only be absent, 1 or equal to n ({n})",
+            param="best_of",
+        )
+
+
+def _check_echo(request: CompletionRequest) -> None:
+    if request.stream and (request.logprobs is not None or request.prompt_only):
+        other = "max_tokens 0" if request.logprobs is None else "logprobs"
+        raise InvalidRequestError(
+            f"echo with {other} can't be streamed: stream must be false", param="echo"
+        )
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(
+            "echo can't be combined with truncate_prompt_tokens", param="echo"
+        )
+    asked = request.prompt_logprobs
+    if asked is not None and request.logprobs is not None and asked != request.logprobs:
+        raise InvalidRequestError(
+            f"prompt_logprobs ({asked}) and logprobs ({request.logprobs}) must be equal where the "
+            "prompt is echoed with its log-probabilities",
+            param="prompt_logprobs",
+        )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

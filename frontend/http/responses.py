@@ -12,10 +12,13 @@ from ...actors.text.event_renderer import (
     completion_logprobs,
     finish_reason,
 )
+from ...actors.text.logprob_rows import LogprobRow
 from ...actors.text.parsers.output_parser import ToolCall, parse_output
+from ...mq import codec
 from ...mq.messages import Chunk
 from ..handle import RequestHandle
-from ..outputs import Logprob, logprob_rows, prompt_logprobs
+from ..outputs import Logprob, logprob_rows, prompt_logprob_rows, prompt_logprobs
+from .echo import Echo, echoed_logprobs
 
 Form = Literal["chat", "completion"]
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -24,6 +27,14 @@ CHUNK_OBJECTS = {"chat": "chat.completion.chunk", "completion": "text_completion
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class EventUsage(msgspec.Struct):
+    """Of one choice so far, in an event of a stream (continuous_usage_stats)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -57,10 +68,14 @@ class Answer:
     def add(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
 
-    def choice(self, form: Form) -> dict[str, Any]:
+    def choice(self, form: Form, echo: Echo | None = None) -> dict[str, Any]:
+        """echo: what the text of a completion begins with."""
         text = "".join(chunk.text for chunk in self._chunks)
+        if echo is not None:
+            text = echo.text if echo.alone else echo.text + text
         finish = self._chunks[-1].finish
         assert finish is not None
+        alone = echo is not None and echo.alone
         said: dict[str, Any] = {"text": text}
         called = False
         if form == "chat":
@@ -69,9 +84,9 @@ class Answer:
         return {
             "index": self.index,
             **said,
-            "logprobs": self._logprobs(form),
-            "finish_reason": finish_reason(finish, called),
-            "stop_reason": finish.stop_reason,
+            "logprobs": self._logprobs(form, echo),
+            "finish_reason": "length" if alone else finish_reason(finish, called),
+            "stop_reason": None if alone else finish.stop_reason,
         }
 
     def _message(self, text: str) -> dict[str, Any]:
@@ -92,16 +107,47 @@ class Answer:
         """Of the request's prompt; the first choice alone has them."""
         return [None, *(each for chunk in self._chunks for each in prompt_logprobs(chunk))]
 
-    def _logprobs(self, form: Form) -> dict[str, Any] | None:
+    def prompt_rows(self) -> list[LogprobRow]:
+        """Likewise, as rows."""
+        return [row for chunk in self._chunks for row in prompt_logprob_rows(chunk)]
+
+    def token_ids(self) -> list[int]:
+        packed = b"".join([chunk.token_ids for chunk in self._chunks])
+        ids: list[int] = codec.ints(packed).tolist()
+        return ids
+
+    def _logprobs(self, form: Form, echo: Echo | None) -> dict[str, Any] | None:
         rows = [row for chunk in self._chunks for row in logprob_rows(chunk)]
         if not rows:
             return None
+        if echo is not None:
+            return echoed_logprobs(echo, rows)
         return chat_logprobs(rows) if form == "chat" else completion_logprobs(rows)
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def add_token_ids(
+    body: dict[str, Any],
+    handles: list[RequestHandle],
+    groups: list[list[Answer]],
+    form: Form,
+    prompt_only: bool,
+) -> None:
+    """As vLLM has them (return_token_ids)."""
+    choices = iter(body["choices"])
+    for handle, group in zip(handles, groups, strict=True):
+        of_prompt = codec.ints(handle.prompt_token_ids).tolist()
+        if form == "chat":
+            body["prompt_token_ids"] = of_prompt
+        for answer in group:
+            choice = next(choices)
+            choice["token_ids"] = [] if prompt_only else answer.token_ids()
+            if form == "completion":
+                choice["prompt_token_ids"] = of_prompt
 
 
 def add_prompt_logprobs(body: dict[str, Any], groups: list[list[Answer]], form: Form) -> None:

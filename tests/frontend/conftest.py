@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,10 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 import uvloop
+from tiny_model import make_tiny_model
 
 from ringcast.actors.text.event_renderer import EventRenderer
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.actors.text.parsers.output_parser import OutputParser
+from ringcast.actors.text.text_tokenizer import load_tokenizer
+from ringcast.actors.text.tokenizer_core import TokenizerCore
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.app import make_app
 from ringcast.frontend.http.http_server import HttpServer
@@ -32,12 +36,14 @@ from ringcast.mq.messages import (
     Accepted,
     Chunk,
     Chunks,
+    Detokenize,
     ErrorInfo,
     Finish,
     Generate,
     Ping,
     Rejected,
     ResetPrefixCache,
+    Tokenize,
     TokensPrompt,
 )
 
@@ -87,6 +93,7 @@ class FakeEngine:
 
     hold: stop after so many tokens until aborted. reject: refuse what is sent from now on.
     fail: end every choice with this error after its words. deaf: answer no pings and no resets.
+    tokenizer: answers what is asked of the tokenizer, if anything is.
     checkpoint: where no deltas are asked for, a chunk whenever so many tokens have gathered.
     """
 
@@ -96,6 +103,7 @@ class FakeEngine:
     fail: ErrorInfo | None = None
     deaf: bool = False
     checkpoint: int = 64
+    tokenizer: TokenizerCore | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 7
     sent: list[Any] = dataclasses.field(default_factory=list)
@@ -118,11 +126,21 @@ class FakeEngine:
             if not self.deaf:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._deliver, "detokenizer.0", message)
+        elif isinstance(message, Tokenize | Detokenize):
+            self._ask_tokenizer(message)
         else:
             self._num_running += 1
             task = asyncio.get_running_loop().create_task(self._serve(message, self.reject))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
+
+    def _ask_tokenizer(self, message: Tokenize | Detokenize) -> None:
+        if self.deaf:
+            return
+        assert self.tokenizer is not None
+        (answer,) = self.tokenizer.handle(f"client.{message.client}", message, 0.0)
+        assert answer.to == f"client.{message.client}"
+        asyncio.get_running_loop().call_soon(self._deliver, "tokenizer.0", answer.message)
 
     @property
     def generated(self) -> list[Generate]:
@@ -216,7 +234,7 @@ class Speaker:
             request_id=request.request_id,
             incarnation=request.incarnation,
             choice=choice,
-            num_prompt_tokens=0,
+            num_prompt_tokens=7,
             params=request.params,
             output=request.output,
         )
@@ -237,11 +255,11 @@ class Speaker:
         if self._renderer is None:
             return b""
         if self._parser is None:
-            return self._renderer.event(text, rows, finish)
+            return self._renderer.event(text, rows, finish, self.num_tokens)
         deltas = self._parser.feed(text) + (self._parser.end() if finish is not None else [])
         if not deltas and finish is None:
             return b""
-        return self._renderer.events(deltas, rows, finish, self._parser.called)
+        return self._renderer.events(deltas, rows, finish, self._parser.called, self.num_tokens)
 
     def token(self, place: int, word: str) -> Chunk | None:
         self.num_tokens += 1
@@ -318,6 +336,14 @@ def client(spec: ModelSpec, engine: FakeEngine) -> EngineClient:
     engine.deliver = client.deliver
     engine.die = client.fail_all
     return client
+
+
+@pytest.fixture
+def tokenizer(engine: FakeEngine, spec: ModelSpec, tmp_path: Path) -> TokenizerCore:
+    """A real one of single bytes, <s> (256) and </s> (257), that answers in the fake engine."""
+    folder = str(make_tiny_model(tmp_path / "tiny"))
+    engine.tokenizer = TokenizerCore(spec, load_tokenizer(folder))
+    return engine.tokenizer
 
 
 class FakeConnection:

@@ -50,7 +50,7 @@ class Driver:
     def open(
         self, stream: int, client: int = 0, choice: int = 0, incarnation: int = 0, **options: Any
     ) -> None:
-        names = ("form", "delta", "null_usage", "index_offset")
+        names = ("form", "delta", "null_usage", "index_offset", "tokens_as_ids", "continuous_usage")
         output = {name: options.pop(name) for name in names if name in options}
         output.setdefault("delta", True)
         params = SamplingParams(**options)
@@ -460,6 +460,38 @@ def test_logprobs_of_held_text_are_in_the_next_event(driver: Driver) -> None:
     assert first.data == b""
     content = json.loads(second.data[6:])["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["a", "b"]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_tokens_by_their_ids(driver: Driver, delta: bool) -> None:
+    a = driver.tokenizer.encode("a")[0]
+    driver.open(
+        1, logprobs=1, prompt_logprobs=0, form="completion", delta=delta, tokens_as_ids=True
+    )
+    rows = step_logprobs({0: [(a, -0.5), (70, -0.25)]}, 2)
+    driver.step([(1, 0, a)], logprobs=rows, prompt_logprobs=[prompt_part(1, 1, [10])])
+    driver.end(1, "length", 1)
+    driver.flush()
+    first = driver.chunks["r1"][0]
+    assert first.text == "a"
+    assert first.logprob_tokens == [b"token_id:%d" % a, b"token_id:70"]
+    assert first.prompt_logprob_tokens[0] == b"token_id:10"
+    if delta:
+        (choice,) = json.loads(first.data[6:])["choices"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{a}"]
+
+
+def test_usage_so_far_counts_tokens_without_text(driver: Driver) -> None:
+    driver.open(1, form="chat", continuous_usage=True, stop=("ac",))
+    a, b = (driver.tokenizer.encode(letter)[0] for letter in "ab")
+    for i, token_id in enumerate((a, b)):
+        driver.step([(1, i, token_id)])
+        driver.flush()
+    driver.end(1, "length", 2)
+    driver.flush()
+    usages = [json.loads(c.data[6:])["usage"] for c in driver.chunks["r1"] if c.data]
+    expected = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert usages == [expected, expected]
 
 
 def prompt_part(stream: int, first: int, ids: Sequence[int]) -> PromptLogprobs:

@@ -14,6 +14,7 @@ from ringcast.mq.config import ModelSpec
 from ringcast.mq.messages import (
     AddRequest,
     ChatPrompt,
+    Detokenize,
     Generate,
     OpenStream,
     OutputSpec,
@@ -22,6 +23,7 @@ from ringcast.mq.messages import (
     StreamEnd,
     StreamStep,
     TextPrompt,
+    Tokenize,
     TokenLogprobs,
     TokensPrompt,
 )
@@ -78,3 +80,19 @@ def test_tokens_have_no_text(spec: ModelSpec) -> None:
         ([5, 8], [b"", b""]),
         ([6, 9], [b"", b""]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("question", "param"),
+    [
+        (Tokenize(0, "q", TextPrompt("a text")), "prompt"),
+        (Detokenize(0, "q", IDS.token_ids), "tokens"),
+    ],
+)
+def test_questions_are_refused(
+    spec: ModelSpec, question: Tokenize | Detokenize, param: str
+) -> None:
+    (send,) = TokenizerCore(spec, None).handle("client.0", question, 0.0)
+    assert isinstance(send.message, Rejected)
+    assert (send.message.error.status, send.message.error.param) == (400, param)
+    assert "skip_tokenizer_init" in send.message.error.message

@@ -22,6 +22,8 @@ from ringcast.mq.messages import (
     Accepted,
     AddRequest,
     ChatPrompt,
+    Detokenize,
+    Detokenized,
     ErrorInfo,
     Generate,
     OutputSpec,
@@ -32,6 +34,8 @@ from ringcast.mq.messages import (
     ResetPrefixCache,
     Resume,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokensPrompt,
 )
 from ringcast.mq.sampling_params import SamplingParams
@@ -47,6 +51,13 @@ def generate(prompt: Prompt, **params: Any) -> Generate:
 
 def chat(messages: Any = ({"role": "user", "content": "hi"},), **fields: Any) -> ChatPrompt:
     return ChatPrompt(json.dumps(messages).encode(), **fields)
+
+
+def ask(core: TokenizerCore, question: Tokenize | Detokenize) -> Any:
+    (send,) = core.handle("client.7", question, 0.0)
+    assert send.to == "client.7"
+    assert send.message.request_id == question.request_id
+    return send.message
 
 
 class Driver:
@@ -348,3 +359,89 @@ def test_a_ping_goes_on(driver: Driver) -> None:
 def test_a_reset_of_the_prefix_cache_goes_on(driver: Driver) -> None:
     (send,) = driver.core.handle("client.7", ResetPrefixCache(7, "x"), 0.0)
     assert send == ("scheduler.0", ResetPrefixCache(7, "x"))
+
+
+def test_questions_are_answered_here(driver: Driver, spec: ModelSpec) -> None:
+    text = "The dog is wörld"
+    ids = driver.tokenizer.encode(text)
+    plain = ask(driver.core, Tokenize(7, "q", TextPrompt(text)))
+    assert plain == Tokenized("q", codec.pack(ids))
+    named = ask(driver.core, Tokenize(7, "q", TextPrompt(text), with_texts=True))
+    assert named.texts == driver.tokenizer.backend.encode(text, add_special_tokens=False).tokens
+    assert ask(driver.core, Detokenize(7, "q", codec.pack(ids))) == Detokenized("q", text)
+    driver = with_template(driver, spec, TEMPLATE)
+    rendered = ask(driver.core, Tokenize(7, "q", chat()))
+    assert rendered.token_ids == codec.pack(driver.tokenizer.encode("<s>hi"))
+    special = ask(driver.core, Detokenize(7, "q", rendered.token_ids))
+    assert special.text == "<s>hi"
+    assert driver.core.statistics()["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "param"),
+    [
+        (Tokenize(7, "q", TextPrompt("")), "prompt"),
+        (Tokenize(7, "q", chat(messages=5)), "messages"),
+        (Tokenize(7, "q", TextPrompt("x" * 1_000_000)), "prompt"),
+        (Detokenize(7, "q", codec.pack([100_000])), "tokens"),
+    ],
+)
+def test_questions_that_are_refused(
+    driver: Driver, question: Tokenize | Detokenize, param: str
+) -> None:
+    answer = ask(driver.core, question)
+    assert isinstance(answer, Rejected)
+    assert (answer.error.status, answer.error.param) == (400, param)
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), RustPanic("odd")])
+def test_a_question_that_fails_is_answered(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: Any, **__: Any) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(driver.tokenizer, "encode", fail)
+    answer = ask(driver.core, Tokenize(7, "q", TextPrompt("hi")))
+    assert answer.error.status == 500
+
+
+def keep(driver: Driver, prompt: Prompt, num_tokens: int) -> list[int]:
+    request = msgspec.structs.replace(generate(prompt), keep_prompt_tokens=num_tokens)
+    _, send = driver.core.handle("client.7", request, 0.0)
+    return codec.ints(send.message.prompt_token_ids).tolist()
+
+
+@pytest.mark.parametrize("num_words", [10, 30, 3000])
+def test_the_last_tokens_of_a_prompt(driver: Driver, num_words: int) -> None:
+    """Of a long text only the end is read."""
+    text = " ".join(f"the dog {i}" for i in range(num_words))
+    ids = driver.tokenizer.encode(text)
+    for count in (1, 7, 40):
+        assert keep(driver, TextPrompt(text), count) == ids[-count:]
+    assert keep(driver, TokensPrompt(codec.pack(ids)), 7) == ids[-7:]
+    assert keep(driver, TextPrompt("the"), 40) == driver.tokenizer.encode("the")
+
+
+def test_little_of_a_huge_prompt_is_read(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    encode = driver.tokenizer.encode
+
+    def count(text: str, *options: Any, **more: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, *options, **more)
+
+    monkeypatch.setattr(driver.tokenizer, "encode", count)
+    assert len(keep(driver, TextPrompt("x" * 1_000_000), 5)) == 5
+    assert lengths == [(5 + 64) * 16]
+
+
+def test_special_tokens_are_kept_before_the_last_ones(
+    spec: ModelSpec, llama_like: TextTokenizer
+) -> None:
+    driver = Driver(msgspec.structs.replace(spec, vocab_size=llama_like.vocab_size), llama_like)
+    bos, *ids = llama_like.encode("the dog the dog")
+    assert keep(driver, TextPrompt("the dog the dog"), 3) == [bos, *ids[-2:]]
+    assert keep(driver, TextPrompt("the dog the dog"), 1) == [bos]
+    assert keep(driver, TextPrompt("the dog the dog", False), 3) == ids[-3:]
+    assert keep(driver, TextPrompt("the"), 50) == llama_like.encode("the")
