@@ -22,6 +22,17 @@ RUNNERS = {
     "cuda": "ringcast.executor.gpu.runner:GpuModelRunner",
 }
 
+# What runs pooling models, and the devices that it has.
+ENCODER_RUNNER = "ringcast.executor.encoder_runner:EncoderRunner"
+ENCODER_DEVICES = ("cpu", "cuda")
+_NEUTRAL_IN_POOLING = {
+    "quantization": "none",
+    "deterministic": False,
+    "logits_processors": [],
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": None,
+}
+
 QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 
@@ -101,9 +112,23 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
         )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
-        module, _, name = RUNNERS[config.device].partition(":")
+        target = RUNNERS[config.device]
     except KeyError:
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
+    if spec.pooling is not None:
+        _check_pooling(config)
+        target = ENCODER_RUNNER
+    module, _, name = target.partition(":")
     return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))
+
+
+def _check_pooling(config: EngineConfig) -> None:
+    if config.device not in ENCODER_DEVICES:
+        raise ConfigError(
+            f"device = {config.device!r}: embedding models run on {', '.join(ENCODER_DEVICES)}"
+        )
+    for option, neutral in _NEUTRAL_IN_POOLING.items():
+        if (value := getattr(config, option)) != neutral:
+            raise ConfigError(f"{option} = {value!r}: embedding models have {neutral!r} only")

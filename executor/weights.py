@@ -82,7 +82,7 @@ class DummyWeights:
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         drawn = torch.empty(shape, device=self._device)
         return drawn.normal_(0, 0.02, generator=self._generator)

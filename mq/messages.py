@@ -97,7 +97,8 @@ class OutputSpec(Message):
 
     form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render
         each delta into `Chunk.data` as the bytes of one server-sent event of OpenAI's
-        chat.completion.chunk or text_completion.
+        chat.completion.chunk or text_completion. "pooled" is all that a pooling model has, and
+        no other has it: its vector is in the one chunk.
     delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end, and
         before that one now and then, so that little is lost with an engine (see TextStream).
     index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
@@ -108,7 +109,7 @@ class OutputSpec(Message):
     """
 
     client: int
-    form: Literal["raw", "chat", "completion"] = "raw"
+    form: Literal["raw", "chat", "completion", "pooled"] = "raw"
     delta: bool = False
     response_id: str = ""
     model: str = ""
@@ -288,6 +289,8 @@ class StepPlan(Message, tag="plan"):
         row whose computed tokens reach its known tokens by this is sampled: its new token is
         appended to it by the worker, and answered in StepOutput. A decode step is num_tokens == 1.
 
+    A pooling model has no blocks, and a row computes all its tokens in the step that it enters in.
+
     Workers execute plans in order, and several may be under way: a plan may compute a token that
     the one before it is still to sample. An empty plan (no rows) only updates the batch, and is
     answered with an empty StepOutput.
@@ -350,7 +353,8 @@ class StepOutput(Message, tag="output"):
     """What a step sampled: token_ids[i] is the new token of rows[i].
 
     Rows that were not sampled are not in it. prompt_logprobs: of the prompts' chunks that this step
-    computed, for the requests that want them.
+    computed, for the requests that want them. pooled: of a pooling model, which samples no tokens,
+    the vector of each of rows.
     """
 
     step: int
@@ -359,6 +363,7 @@ class StepOutput(Message, tag="output"):
     logprobs: TokenLogprobs | None = None
     seconds: float = 0.0  # spent by the worker on this step
     prompt_logprobs: list[PromptLogprobs] = []
+    pooled: bytes = b""  # f32[S, dimension]
 
 
 WorkerToScheduler = WorkerReady | StepOutput
@@ -406,6 +411,8 @@ class StreamStep(Message, tag="step"):
         those that found any.
     prompt_logprobs: come in order, before the stream's first token; after a preemption from the
         beginning again.
+    pooled: (stream, its vector, f32[dimension]) of a pooling model, which has no tokens; with the
+        stream's end.
     """
 
     streams: bytes  # i32[S]
@@ -415,6 +422,7 @@ class StreamStep(Message, tag="step"):
     logprobs: TokenLogprobs | None = None
     cached: list[tuple[int, int]] = []
     prompt_logprobs: list[PromptLogprobs] = []
+    pooled: list[tuple[int, bytes]] = []
 
 
 SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
@@ -454,7 +462,8 @@ class Chunk(Message):
     chunks that have neither text nor finish. logprobs.index counts from this chunk's first token;
     `logprob_tokens` holds the text bytes of each of logprobs.token_ids in row order (None where the
     id is -1). prompt_logprobs and prompt_logprob_tokens: the same of the request's prompt, with an
-    index that counts from its beginning; in the first chunk of choice 0.
+    index that counts from its beginning; in the first chunk of choice 0. pooled: the vector, where
+    OutputSpec.form is "pooled".
     """
 
     request_id: str
@@ -469,6 +478,7 @@ class Chunk(Message):
     logprob_tokens: list[bytes | None] = []
     prompt_logprobs: TokenLogprobs | None = None
     prompt_logprob_tokens: list[bytes | None] = []
+    pooled: bytes = b""  # f32[dimension]
 
 
 class Chunks(Message, tag="chunks"):

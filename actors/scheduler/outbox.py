@@ -51,6 +51,7 @@ class Outbox:
                     cached=self.cached,
                     logprobs=_joined(self._logprobs),
                     prompt_logprobs=self._prompt_logprobs,
+                    pooled=self.pooled,
                 )
             )
         out += self.pings
@@ -66,6 +67,7 @@ class Outbox:
         self.token_ids: list[int] = []
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
+        self.pooled: list[tuple[int, bytes]] = []
         self.pings: list[messages.Ping] = []
         self.resets: list[messages.ResetPrefixCache] = []
         self._logprobs: list[messages.TokenLogprobs] = []

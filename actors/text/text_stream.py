@@ -50,6 +50,7 @@ _NO_LOGPROBS: tuple[TokenLogprobs | None, list[bytes | None]] = (None, [])
 class TextStream:
     """num_tokens: output tokens so far. num_logprobs: the request's K, or None.
 
+    pooled: the vector of a pooling model, which has no tokens.
     left_out: tokens that are no text, beside those that `decoder` leaves out.
     """
 
@@ -74,6 +75,7 @@ class TextStream:
         "num_logprobs",
         "num_tokens",
         "opened",
+        "pooled",
     )
 
     def __init__(
@@ -86,6 +88,7 @@ class TextStream:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish: Finish | None = None
+        self.pooled = b""
         self._decoder = decoder
         self._left_out = left_out
         self._stops = (
@@ -212,6 +215,7 @@ class TextStream:
             texts,
             prompt,
             prompt_texts,
+            self.pooled,
         )
         self._first_index = self.num_tokens
         self._ids.clear()

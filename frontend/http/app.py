@@ -19,6 +19,7 @@ from ...mq.supervision import Status
 from ..client import EngineClient
 from .errors import errors_as_json, respond
 from .generation import Generation
+from .pooling import PoolingApi
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .responses import Form
 
@@ -47,6 +48,7 @@ def make_app(
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
+    PoolingApi(client, spec, api.served).add_routes(app.router)
     return app
 
 
@@ -93,17 +95,17 @@ class Api:
         return _json({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, request: web.Request) -> web.Response:
-        return _json(self._card(self._served(request.match_info["model"])))
+        return _json(self._card(self.served(request.match_info["model"])))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await request.read(), CompletionRequest)
-        model = self._served(asked.model)
+        model = self.served(asked.model)
         prompts = asked.prompts(self._spec.vocab_size)
         return await self._generate(request, asked, "completion", model, prompts)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await request.read(), ChatRequest)
-        model = self._served(asked.model)
+        model = self.served(asked.model)
         return await self._generate(request, asked, "chat", model, [asked.chat_prompt()])
 
     async def _generate(
@@ -124,7 +126,7 @@ class Api:
                 return await generation.stream(request, asked.include_usage, headers)
             return await generation.answer(headers)
 
-    def _served(self, name: str | None) -> str:
+    def served(self, name: str | None) -> str:
         """The name the client used, if it is one of this server's. None is the first of them."""
         if name is None:
             return self._names[0]

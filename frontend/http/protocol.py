@@ -177,15 +177,7 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 
 def read_request(body: bytes, kind: type[R]) -> R:
     """A body as a request. Raises InvalidRequestError that names the field at fault."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    fields = {
-        name: value for name, value in fields.items() if value is not None and name not in IGNORED
-    }
+    fields = read_fields(body)
     for name in fields.keys() & UNSUPPORTED.keys():
         _check_neutral(name, fields.pop(name))
     if isinstance(options := fields.get("stream_options"), dict):
@@ -193,9 +185,22 @@ def read_request(body: bytes, kind: type[R]) -> R:
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(error) from None
+        raise invalid_field(error) from None
     _check_together(request)
     return request
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """The fields of a body that say something: neither null nor in IGNORED."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return {
+        name: value for name, value in fields.items() if value is not None and name not in IGNORED
+    }
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> SamplingParams:
@@ -300,7 +305,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message | dict.fromkeys(missing, given[0]) if given else message
 
 
-def _invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
+def invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
     """msgspec's "reason - at `$.path`" as an error that names the field."""
     reason, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".")
