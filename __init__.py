@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .frontend.async_llm import AsyncLLM
     from .frontend.beam_search import BeamSearchOutput, BeamSearchParams
+    from .frontend.embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .frontend.llm import LLM
     from .frontend.outputs import CompletionOutput, RequestOutput
     from .mq.sampling_params import RequestOutputKind, SamplingParams
@@ -19,6 +20,8 @@ _HOMES = {
     "BeamSearchOutput": "ringcast.frontend.beam_search",
     "BeamSearchParams": "ringcast.frontend.beam_search",
     "CompletionOutput": "ringcast.frontend.outputs",
+    "EmbeddingOutput": "ringcast.frontend.embedding",
+    "EmbeddingRequestOutput": "ringcast.frontend.embedding",
     "RequestOutput": "ringcast.frontend.outputs",
     "RequestOutputKind": "ringcast.mq.sampling_params",
     "SamplingParams": "ringcast.mq.sampling_params",
@@ -30,6 +33,8 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -11,5 +11,6 @@ from .text.text_tokenizer import load_tokenizer
 class Detokenizer(Actor):
     def make_core(self) -> Core:
         spec = self.boot.spec
-        tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else None
+        has_text = spec.tokenizer_path and spec.pooling is None
+        tokenizer = load_tokenizer(spec.tokenizer_path) if has_text else None
         return DetokenizerCore(spec, tokenizer)

@@ -24,6 +24,17 @@ RUNNERS = {
 
 # What a device's runner has of config.quantization beside "none".
 QUANTIZES = {"cpu": ("int8", "int4"), "cuda": ("fp8",)}
+
+# What runs pooling models, and the devices that it has.
+ENCODER_RUNNER = "ringcast.executor.encoder_runner:EncoderRunner"
+ENCODER_DEVICES = ("cpu", "cuda")
+_NEUTRAL_IN_POOLING = {
+    "quantization": "none",
+    "deterministic": False,
+    "logits_processors": [],
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": None,
+}
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 
 Progress = Callable[[str, int, int], None]
@@ -98,11 +109,15 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
         )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
-        module, _, name = RUNNERS[config.device].partition(":")
+        target = RUNNERS[config.device]
     except KeyError:
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
+    if spec.pooling is not None:
+        _check_pooling(config)
+        target = ENCODER_RUNNER
+    module, _, name = target.partition(":")
     return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))
 
 
@@ -115,3 +130,13 @@ def _check_quantization(config: EngineConfig) -> None:
         f"quantization = {wanted!r}: device {config.device!r} has "
         f"{', '.join(map(repr, ('none', *own)))} only; {', '.join(others)} has it"
     )
+
+
+def _check_pooling(config: EngineConfig) -> None:
+    if config.device not in ENCODER_DEVICES:
+        raise ConfigError(
+            f"device = {config.device!r}: embedding models run on {', '.join(ENCODER_DEVICES)}"
+        )
+    for option, neutral in _NEUTRAL_IN_POOLING.items():
+        if (value := getattr(config, option)) != neutral:
+            raise ConfigError(f"{option} = {value!r}: embedding models have {neutral!r} only")

@@ -102,7 +102,7 @@ class DummyWeights:
     ) -> torch.Tensor:
         assert shape is not None
         assert dtype is None
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         drawn = torch.empty(shape, device=self._device)
         return drawn.normal_(0, 0.02, generator=self._generator)

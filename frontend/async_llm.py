@@ -14,6 +14,7 @@ from ..mq.messages import OutputSpec
 from ..mq.sampling_params import RequestOutputKind, SamplingParams
 from ..mq.supervision import Progress, Status
 from .client import EngineClient
+from .embedding import EmbeddingRequestOutput, embed
 from .handle import RequestHandle
 from .hub import resolve_model
 from .outputs import RequestBuilder, RequestOutput
@@ -129,6 +130,18 @@ class AsyncLLM:
             return ReadPrompt(prompt)
 
         return self._outputs(read, sampling_params, request_id, priority)
+
+    async def embed(
+        self, prompt: UserPrompt, request_id: str | None = None, *, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt, by an embedding model. Cancelling it aborts the request.
+
+        Raises as `generate` does.
+        """
+        await self.start()
+        asked = read_prompt(prompt, self.spec.vocab_size)
+        (embedded,) = await embed(self.client, [asked.prompt], [priority])
+        return embedded.output(asked.text, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by the ids given to `generate`: each yields what it has, as aborted.

@@ -150,8 +150,10 @@ class EngineClient:
 
         Without `output`, each choice comes as raw chunks, few and large. priority: the lower, the
         more urgent. keep_prompt_tokens: as in Generate. Raises OverloadedError when the engine is
-        full or drains, EngineDeadError, and InvalidRequestError for a priority that has no effect.
+        full or drains, EngineDeadError, and InvalidRequestError for a priority that has no effect
+        and for what the model doesn't do.
         """
+        self.check_kind(pooled=output is not None and output.form == "pooled")
         self._check_priority(priority)
         self._refuse_if_unable()
         if params.seed is None:
@@ -328,6 +330,23 @@ class EngineClient:
             names = ", ".join(sorted(down))
             return OverloadedError(f"{names} will be started again: {self._takeover.last_death}")
         return None
+
+    def check_kind(self, pooled: bool) -> None:
+        """Raises InvalidRequestError unless this model makes vectors (pooled), or generates."""
+        if pooled == (self.spec.pooling is not None):
+            return
+        name = self.spec.name
+        if pooled:
+            raise InvalidRequestError(
+                f"the model {name!r} generates text and has no embeddings API: embeddings are what "
+                "an embedding model has, such as all-minilm-l6-v2",
+                param="model",
+            )
+        raise InvalidRequestError(
+            f"the model {name!r} makes embeddings and can't generate text: /v1/embeddings and "
+            "LLM.embed are what it has",
+            param="model",
+        )
 
     def _refuse_if_unable(self) -> None:
         if self.dead is not None:

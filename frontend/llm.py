@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,6 +22,7 @@ from .async_llm import AsyncLLM
 from .beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from .cli.progress import StartProgress
 from .client import EngineClient
+from .embedding import EmbeddingRequestOutput, cosine, embed, pair_up
 from .loop_thread import LoopThread
 from .mailbox import Mailbox
 from .outputs import RequestBuilder, RequestOutput
@@ -115,6 +117,45 @@ class LLM:
         jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
         ask = functools.partial(self._run, show_progress=False, priority=0)
         return beam_search(jobs, params, self._engine.spec, ask)
+
+    def embed(
+        self,
+        prompts: UserPrompt | Sequence[UserPrompt],
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of prompts, in their order, by an embedding model. As `generate` else."""
+        given = [prompts] if is_one_prompt(prompts) else prompts
+        jobs = [read_prompt(prompt, self._engine.spec.vocab_size) for prompt in given]
+        priorities = _priority_of_each(priority, len(jobs))
+        self._check_alive()
+        with GenerateProgress(len(jobs), use_tqdm, "Embedding") as progress:
+            embedded = self._thread.run(
+                embed(
+                    self._engine.client,
+                    [job.prompt for job in jobs],
+                    priorities,
+                    lambda one: progress.advance(one.num_tokens),
+                )
+            )
+        return [one.output(job.text) for one, job in zip(embedded, jobs, strict=True)]
+
+    def score(
+        self,
+        text_1: UserPrompt | Sequence[UserPrompt],
+        text_2: UserPrompt | Sequence[UserPrompt],
+        use_tqdm: bool = True,
+    ) -> list[float]:
+        """How alike texts are: the cosine of their embeddings, from -1 to 1.
+
+        One text is compared with each of text_2; as many as there are in text_2, each with its own.
+        """
+        first, second = ([t] if is_one_prompt(t) else list(t) for t in (text_1, text_2))
+        pairs = pair_up(len(first), len(second), ("text_1", "text_2"))
+        outputs = self.embed([*first, *second], use_tqdm)
+        vectors = [np.array(output.outputs.embedding, dtype=np.float32) for output in outputs]
+        return [cosine(vectors[a], vectors[len(first) + b]) for a, b in pairs]
 
     def stream(
         self,
@@ -251,11 +292,11 @@ async def run_batch(
 class GenerateProgress:
     """How many prompts are done and how fast tokens come, as a bar on stderr."""
 
-    def __init__(self, total: int, show: bool) -> None:
+    def __init__(self, total: int, show: bool, doing: str = "Generating") -> None:
         self._num_tokens = 0
         self._start = time.monotonic()
         self._bar = Progress(
-            TextColumn("Generating"),
+            TextColumn(doing),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[speed]}"),
@@ -268,7 +309,8 @@ class GenerateProgress:
     def add_tokens(self, count: int) -> None:
         self._num_tokens += count
 
-    def advance(self) -> None:
+    def advance(self, num_tokens: int = 0) -> None:
+        self._num_tokens += num_tokens
         speed = self._num_tokens / max(time.monotonic() - self._start, 1e-9)
         self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tok/s")
 

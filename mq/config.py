@@ -74,6 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "prompts take longer where there are no matrix tiles"
         ),
     ] = False
+    pooling_type: Annotated[
+        Literal["auto", "mean", "cls", "last"],
+        Meta(description="of embedding models: how tokens become a vector; auto: as it was made"),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights from the config alone")
     ] = "auto"
@@ -358,13 +362,26 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("enable_auto_tool_choice = True: needs tool_call_parser")
 
 
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How an embedding model's vector comes about: the mean of its tokens' last hidden states, the
+    first's or the last's.
+
+    normalize: to length 1. dimension: of the vector.
+    """
+
+    kind: Literal["mean", "cls", "last"]
+    normalize: bool
+    dimension: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model once its files are found, before it is loaded. Made by frontend/hub.
 
     name: as the user wrote it. path: the folder with config.json and the weights. tokenizer_path:
     the folder with tokenizer.json; empty with skip_tokenizer_init. hf_config: config.json as it is.
     max_model_len: resolved. eos_token_ids: from generation_config.json, else config.json.
-    sampling_defaults: what generation_config.json sets of SamplingParams' fields.
+    sampling_defaults: what generation_config.json sets of SamplingParams' fields. pooling: of a
+    pooling model, which makes vectors and generates nothing; None for all others.
     """
 
     name: str
@@ -378,6 +395,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     chat_template: str | None = None
     sampling_defaults: dict[str, Any] = {}
+    pooling: PoolingSpec | None = None
 
 
 def build(kind: type[T], options: dict[str, Any]) -> T:

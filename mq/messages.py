@@ -1,5 +1,5 @@
 """Everything that actors ever say, and nothing else: read this and know the whole conversation.
-(A prompt, which several of them carry, is in prompt.py.)
+(Prompts are in prompt.py, and what scheduler and workers say is in steps.py.)
 
 One request's way, with the edge (actors/topology.py) that carries each message:
 
@@ -29,18 +29,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
+from .message import Message as Message
 from .prompt import ChatPrompt as ChatPrompt
 from .prompt import Prompt as Prompt
 from .prompt import TextPrompt as TextPrompt
 from .prompt import TokensPrompt as TokensPrompt
 from .sampling_params import SamplingParams
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The base of all wire types."""
-
+from .steps import FullAttentionSpec as FullAttentionSpec
+from .steps import KVSpec as KVSpec
+from .steps import NewSequence as NewSequence
+from .steps import PromptLogprobs as PromptLogprobs
+from .steps import SchedulerToWorker as SchedulerToWorker
+from .steps import SlidingWindowSpec as SlidingWindowSpec
+from .steps import StepOutput as StepOutput
+from .steps import StepPlan as StepPlan
+from .steps import TokenLogprobs as TokenLogprobs
+from .steps import WorkerReady as WorkerReady
+from .steps import WorkerToScheduler as WorkerToScheduler
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -77,7 +82,8 @@ class OutputSpec(Message):
 
     form: "raw" puts text and ids into the chunk's own fields; "chat" and "completion" also render
         each delta into `Chunk.data` as the bytes of one server-sent event of OpenAI's
-        chat.completion.chunk or text_completion.
+        chat.completion.chunk or text_completion. "pooled" is all that a pooling model has, and
+        no other has it: its vector is in the one chunk.
     delta: a chunk for each step that produced text; otherwise one chunk per choice, at its end, and
         before that one now and then, so that little is lost with an engine (see TextStream).
     index_offset: added to the choice's index in rendered chunks (several prompts in one HTTP
@@ -90,7 +96,7 @@ class OutputSpec(Message):
     """
 
     client: int
-    form: Literal["raw", "chat", "completion"] = "raw"
+    form: Literal["raw", "chat", "completion", "pooled"] = "raw"
     delta: bool = False
     response_id: str = ""
     model: str = ""
@@ -260,132 +266,6 @@ class AbortClient(Message, tag="abort_client"):
 TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache
 
 
-# --- scheduler <-> workers ----------------------------------------------------------------------
-
-
-class FullAttentionSpec(Message, tag="full"):
-    """Layers whose tokens see all tokens before them."""
-
-
-class SlidingWindowSpec(Message, tag="sliding"):
-    """Layers whose tokens see themselves and the window - 1 tokens before them."""
-
-    window: int
-
-
-KVSpec = FullAttentionSpec | SlidingWindowSpec
-
-
-class NewSequence(Message):
-    """A sequence that enters the workers' batch at `row`, new or again after preemption.
-
-    token_ids: prompt and then the outputs known so far. Of these, the first `num_computed_tokens`
-    have their KV in `block_ids` already; the rest is computed by this and later steps as
-    StepPlan.num_tokens says. `params.seed` and `choice` are the key of the sequence's random draws.
-    bad_words are the request's. block_ids: one for each group of layers (see WorkerReady), G in
-    all, then the next G; 0 where the group's layers don't look any more.
-    """
-
-    row: int
-    request_id: str
-    choice: int
-    token_ids: bytes  # i32[num_known]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    block_ids: bytes  # i32[num_blocks, G]
-    params: SamplingParams
-    bad_words: list[bytes] = []  # i32[length of the word] each
-
-
-class StepPlan(Message, tag="plan"):
-    """One step, as a delta to the batch that every worker keeps, applied in the fields' order.
-
-    removed: rows that leave the batch (finished, aborted, preempted); a row may be given out again
-        in `new`.
-    new: sequences that enter.
-    block_rows, block_ids: block_ids[i] is the next block of row block_rows[i], in the order of
-        NewSequence.block_ids: a row gets one for each group of layers, or several times that.
-    copy_from, copy_to: whole KV blocks copied before the forward pass (copy-on-write of forks).
-    rows, num_tokens: the sequences of this step and how many of their next tokens each computes. A
-        row whose computed tokens reach its known tokens by this is sampled: its new token is
-        appended to it by the worker, and answered in StepOutput. A decode step is num_tokens == 1.
-
-    Workers execute plans in order, and several may be under way: a plan may compute a token that
-    the one before it is still to sample. An empty plan (no rows) only updates the batch, and is
-    answered with an empty StepOutput.
-    """
-
-    step: int
-    removed: bytes  # i32[R]
-    new: list[NewSequence]
-    block_rows: bytes  # i32[A]
-    block_ids: bytes  # i32[A]
-    copy_from: bytes  # i32[C]
-    copy_to: bytes  # i32[C]
-    rows: bytes  # i32[B]
-    num_tokens: bytes  # i32[B]
-
-
-SchedulerToWorker = StepPlan
-
-
-class WorkerReady(Message, tag="ready"):
-    """The worker has loaded its model and has room for this many KV blocks, block 0 included.
-
-    groups: of layers that share these blocks, each with a block table of its own (kv_groups.py).
-    """
-
-    rank: int
-    num_blocks: int
-    block_size: int
-    groups: tuple[KVSpec, ...] = (FullAttentionSpec(),)
-
-
-class TokenLogprobs(Message):
-    """Log-probabilities of M tokens of a step, K + 1 wide: the chosen one, then the K likeliest.
-
-    index[m] is the place in the message's token arrays that row m speaks of. Columns beyond what a
-    request asked for hold token id -1. rank is 1 for the likeliest token. Taken from the
-    distribution that the model gave, before all options (as vLLM's "raw_logprobs").
-    """
-
-    width: int  # K + 1
-    index: bytes  # i32[M]
-    token_ids: bytes  # i32[M, K + 1]
-    logprobs: bytes  # f32[M, K + 1]
-    rank: bytes  # i32[M]
-
-
-class PromptLogprobs(Message):
-    """Log-probabilities of the tokens of a prompt from place `first` on (the first token, at place
-    0, has none).
-
-    of: the row, from a worker; the stream, from the scheduler. logprobs.index counts from `first`.
-    """
-
-    of: int
-    first: int
-    logprobs: TokenLogprobs
-
-
-class StepOutput(Message, tag="output"):
-    """What a step sampled: token_ids[i] is the new token of rows[i].
-
-    Rows that were not sampled are not in it. prompt_logprobs: of the prompts' chunks that this step
-    computed, for the requests that want them.
-    """
-
-    step: int
-    rows: bytes  # i32[S]
-    token_ids: bytes  # i32[S]
-    logprobs: TokenLogprobs | None = None
-    seconds: float = 0.0  # spent by the worker on this step
-    prompt_logprobs: list[PromptLogprobs] = []
-
-
-WorkerToScheduler = WorkerReady | StepOutput
-
-
 # --- scheduler <-> detokenizer ------------------------------------------------------------------
 
 
@@ -440,6 +320,8 @@ class StreamStep(Message, tag="step"):
     timings: (stream, its Timing), with the stream's first token.
     prompt_logprobs: come in order, before the stream's first token; after a preemption from the
         beginning again.
+    pooled: (stream, its vector, f32[dimension]) of a pooling model, which has no tokens; with the
+        stream's end.
     """
 
     streams: bytes  # i32[S]
@@ -450,6 +332,7 @@ class StreamStep(Message, tag="step"):
     cached: list[tuple[int, int]] = []
     prompt_logprobs: list[PromptLogprobs] = []
     timings: list[tuple[int, Timing]] = []
+    pooled: list[tuple[int, bytes]] = []
 
 
 SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
@@ -490,7 +373,8 @@ class Chunk(Message):
     chunks that have neither text nor finish. logprobs.index counts from this chunk's first token;
     `logprob_tokens` holds the text bytes of each of logprobs.token_ids in row order (None where the
     id is -1). prompt_logprobs and prompt_logprob_tokens: the same of the request's prompt, with an
-    index that counts from its beginning; in the first chunk of choice 0.
+    index that counts from its beginning; in the first chunk of choice 0. pooled: the vector, where
+    OutputSpec.form is "pooled".
     """
 
     request_id: str
@@ -505,6 +389,7 @@ class Chunk(Message):
     logprob_tokens: list[bytes | None] = []
     prompt_logprobs: TokenLogprobs | None = None
     prompt_logprob_tokens: list[bytes | None] = []
+    pooled: bytes = b""  # f32[dimension]
 
 
 class Chunks(Message, tag="chunks"):

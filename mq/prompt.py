@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
+from .message import Message
 
 
-class TextPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="text"):
+class TextPrompt(Message, tag="text"):
     text: str
     add_special_tokens: bool = True
 
 
-class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="tokens"):
+class TokensPrompt(Message, tag="tokens"):
     token_ids: bytes  # i32[N]
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="chat"):
+class ChatPrompt(Message, tag="chat"):
     """Messages for the model's chat template, as the JSON array that the user sent.
 
     tools: the JSON array of the tools that the user offers, empty for none.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..base import Actor
 from ..core import Core
 from .core import SchedulerCore
+from .pooling import PoolingCore
 
 
 class Scheduler(Actor):
     def make_core(self) -> Core:
         boot = self.boot
-        return SchedulerCore(boot.engine, boot.spec, num_workers=boot.counts.get("worker", 1))
+        kind = SchedulerCore if boot.spec.pooling is None else PoolingCore
+        return kind(boot.engine, boot.spec, num_workers=boot.counts.get("worker", 1))

@@ -52,6 +52,7 @@ class Outbox:
                     logprobs=_joined(self._logprobs),
                     prompt_logprobs=self._prompt_logprobs,
                     timings=self.timings,
+                    pooled=self.pooled,
                 )
             )
         out += self.pings
@@ -68,6 +69,7 @@ class Outbox:
         self.ends: list[messages.StreamEnd] = []
         self.cached: list[tuple[int, int]] = []
         self.timings: list[tuple[int, messages.Timing]] = []
+        self.pooled: list[tuple[int, bytes]] = []
         self.pings: list[messages.Ping] = []
         self.resets: list[messages.ResetPrefixCache] = []
         self._logprobs: list[messages.TokenLogprobs] = []

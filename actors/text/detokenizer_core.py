@@ -148,6 +148,9 @@ class DetokenizerCore:
         self._num_tokens += len(ids)
         for part in step.prompt_logprobs:
             self._add_prompt_logprobs(part)
+        for number, vector in step.pooled:
+            if (pooled := self._streams.get(number)) is not None:
+                pooled.pooled = vector
         for number, num_cached_tokens in step.cached:
             if (cached := self._streams.get(number)) is not None:
                 cached.num_cached_tokens = num_cached_tokens

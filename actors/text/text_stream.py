@@ -51,6 +51,7 @@ _NO_LOGPROBS: tuple[TokenLogprobs | None, list[bytes | None]] = (None, [])
 class TextStream:
     """num_tokens: output tokens so far. num_logprobs: the request's K, or None.
 
+    pooled: the vector of a pooling model, which has no tokens.
     left_out: tokens that are no text, beside those that `decoder` leaves out.
     """
 
@@ -75,6 +76,7 @@ class TextStream:
         "num_logprobs",
         "num_tokens",
         "opened",
+        "pooled",
         "timing",
     )
 
@@ -89,6 +91,7 @@ class TextStream:
         self.num_cached_tokens = 0
         self.timing: Timing | None = None
         self.finish: Finish | None = None
+        self.pooled = b""
         self._decoder = decoder
         self._left_out = left_out
         self._stops = (
@@ -215,6 +218,7 @@ class TextStream:
             texts,
             prompt,
             prompt_texts,
+            self.pooled,
         )
         self._first_index = self.num_tokens
         self._ids.clear()

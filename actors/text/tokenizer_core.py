@@ -81,6 +81,8 @@ class TokenizerCore:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._templates = ChatTemplates(clock)
+        self._generates = spec.pooling is None
+        self._longest_prompt = spec.max_model_len - self._generates
         self._num_requests = 0
         self._num_rejected = 0
         self._num_prompt_tokens = 0
@@ -160,7 +162,7 @@ class TokenizerCore:
         param = _param(request.prompt)
         if not ids.size:
             raise InvalidRequestError("the prompt is empty: it must have at least one token", param)
-        if ids.size >= self._spec.max_model_len:
+        if ids.size > self._longest_prompt:
             raise self._too_long(str(ids.size), param)
         self._check_range(ids, param)
         output = self._output(request.output, ids)
@@ -169,7 +171,7 @@ class TokenizerCore:
             request_id=request.request_id,
             incarnation=request.incarnation,
             prompt_token_ids=codec.pack(ids),
-            params=self._fit(request.params, int(ids.size)),
+            params=self._fit(request.params, int(ids.size)) if self._generates else request.params,
             output=output,
             arrival=request.arrival,
             cache_salt=request.cache_salt,
@@ -302,9 +304,10 @@ class TokenizerCore:
         return replace(params, max_tokens=room)
 
     def _too_long(self, num_tokens: str, param: str) -> InvalidRequestError:
+        room = ", one of which at least is for the output" if self._generates else ""
         return InvalidRequestError(
             f"the prompt has {num_tokens} tokens, but the model's context is "
-            f"{self._spec.max_model_len} tokens, one of which at least is for the output",
+            f"{self._spec.max_model_len} tokens{room}",
             param,
             "context_length_exceeded",
         )

@@ -8,6 +8,7 @@ from typing import Any
 from ...mq.errors import ModelLoadError
 
 MODELS = {
+    "BertModel": "ringcast.executor.models.bert:BERT",
     "Gemma3ForCausalLM": "ringcast.executor.models.gemma3:GEMMA3",
     "LlamaForCausalLM": "ringcast.executor.models.llama:LLAMA",
     "MistralForCausalLM": "ringcast.executor.models.llama:MISTRAL",

@@ -26,6 +26,7 @@ from .errors import errors_as_json, respond
 from .generation import Generation
 from .load import LoadApi
 from .metrics import Metrics
+from .pooling import PoolingApi
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .response_api import ResponsesApi
 from .responses import Form
@@ -67,9 +68,10 @@ def make_app(
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
     LoadApi(client).add_routes(app)
-    TokenizeApi(client, api._served).add_routes(app)
-    ResponsesApi(client, server, api._served).add_routes(app)
+    TokenizeApi(client, api.served).add_routes(app)
+    ResponsesApi(client, server, api.served).add_routes(app)
     DocsApi().add_routes(app)
+    PoolingApi(client, spec, api.served).add_routes(app.router)
     return app
 
 
@@ -128,17 +130,17 @@ class Api:
         return _json({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, request: web.Request) -> web.Response:
-        return _json(self._card(self._served(request.match_info["model"])))
+        return _json(self._card(self.served(request.match_info["model"])))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await request.read(), CompletionRequest)
-        model = self._served(asked.model)
+        model = self.served(asked.model)
         prompts = asked.prompts(self._spec.vocab_size)
         return await self._generate(request, asked, "completion", model, prompts)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await request.read(), ChatRequest)
-        model = self._served(asked.model)
+        model = self.served(asked.model)
         return await self._generate(request, asked, "chat", model, [asked.chat_prompt()])
 
     async def _generate(
@@ -159,7 +161,7 @@ class Api:
                 return await generation.stream(request, asked.include_usage, headers)
             return await generation.answer(headers)
 
-    def _served(self, name: str | None) -> str:
+    def served(self, name: str | None) -> str:
         """The name the client used, if it is one of this server's. None is the first of them."""
         if name is None:
             return self._names[0]

@@ -8,7 +8,7 @@ request's struct, of its type. (A field that one of the structs has is not unsup
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -229,17 +229,7 @@ def sift(
 ) -> S:
     """A body as a struct, through the three sieves. Raises InvalidRequestError, likewise."""
     own = kind.__struct_fields__
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    fields = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and (name not in IGNORED or name in own)
-    }
+    fields = read_fields(body, own)
     for name in fields.keys() & unsupported.keys() - {*own}:
         _check_neutral(name, fields.pop(name), unsupported[name], reasons)
     if isinstance(options := fields.get("stream_options"), dict):
@@ -247,7 +237,22 @@ def sift(
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(error) from None
+        raise invalid_field(error) from None
+
+
+def read_fields(body: bytes, own: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a body that say something: neither null nor in IGNORED, or a struct's own."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and (name not in IGNORED or name in own)
+    }
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> SamplingParams:
@@ -399,7 +404,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message | dict.fromkeys(missing, given[0]) if given else message
 
 
-def _invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
+def invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
     """msgspec's "reason - at `$.path`" as an error that names the field."""
     reason, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".")

@@ -16,6 +16,7 @@ from ...mq.messages import Chunk, OutputSpec, ParserSpec
 from ...mq.sampling_params import SamplingParams
 from ..client import EngineClient
 from ..handle import RequestHandle
+from . import request_id
 from .response_object import Response, ResponseBuilder
 from .response_request import ResponseRequest, read_response_request
 

