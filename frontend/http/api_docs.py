@@ -13,6 +13,7 @@ from . import answers
 from .docs_page import PAGE
 from .errors import ErrorResponse
 from .load import ServerLoad
+from .pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from .protocol import ChatRequest, CompletionRequest
 from .response_object import Response
 from .response_request import ResponseRequest
@@ -28,6 +29,9 @@ TYPES: dict[tuple[str, str], Types] = {
     ("GET", "/v1/models/{model}"): (None, answers.ModelCard, None),
     ("GET", "/version"): (None, answers.Version, None),
     ("POST", "/detokenize"): (DetokenizeRequest, DetokenizeResponse, None),
+    ("POST", "/pooling"): (EmbeddingRequest, None, None),
+    ("POST", "/rerank"): (RerankRequest, None, None),
+    ("POST", "/score"): (ScoreRequest, None, None),
     ("POST", "/tokenize"): (TokenizeRequest, TokenizeResponse, None),
     ("POST", "/v1/chat/completions"): (
         ChatRequest,
@@ -39,7 +43,11 @@ TYPES: dict[tuple[str, str], Types] = {
         answers.Completion,
         answers.CompletionChunk,
     ),
+    ("POST", "/v1/embeddings"): (EmbeddingRequest, None, None),
+    ("POST", "/v1/rerank"): (RerankRequest, None, None),
     ("POST", "/v1/responses"): (ResponseRequest, Response, answers.ResponseEvent),
+    ("POST", "/v1/score"): (ScoreRequest, None, None),
+    ("POST", "/v2/rerank"): (RerankRequest, None, None),
 }
 _SUMMARIES = {
     "/status": "The processes, the channels between them, and what they count",

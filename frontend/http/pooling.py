@@ -45,12 +45,15 @@ class PoolingApi:
             router.add_post(path, self.rerank)
 
     async def embeddings(self, request: web.Request) -> web.Response:
+        """Vectors of texts (an embedding model's)."""
         return await self._vectors(request, "embd", "embedding", "embedding")
 
     async def pooling(self, request: web.Request) -> web.Response:
+        """The same vectors, as vLLM gives them."""
         return await self._vectors(request, "pool", "pooling", "data")
 
     async def score(self, request: web.Request) -> web.Response:
+        """How alike texts are: the cosine of their vectors."""
         self._client.check_kind(pooled=True)
         asked = read_pooling_request(await request.read(), ScoreRequest)
         model = self._served(asked.model)
