@@ -24,6 +24,7 @@ RUNNERS = {
 
 QUANTIZES = ("cpu",)  # devices whose runner has config.quantization
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
+PARALLEL = ("cpu", "fake")  # devices whose runner can be one of several ranks
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,14 +64,17 @@ class Done:
 
 
 class ModelRunner(Protocol):
-    """Keeps the batch, the weights and the KV cache of one rank.
+    """Keeps the batch, the weights and the KV cache of one rank. All ranks get the same plans, and
+    rank 0 knows their outputs. group_fd: memory that only they share.
 
     `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
     is wrong with the model's files). `launch` and `execute` apply a plan to the batch and run the
     step; steps run in the order of their calls.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None: ...
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+    ) -> None: ...
 
     def load(self, progress: Progress) -> WorkerReady:
         """Load weights, make the KV cache, warm up. `progress(what, done, total)` as it goes."""
@@ -85,7 +89,16 @@ class ModelRunner(Protocol):
         """What was chosen and measured, for people. Valid after `load`."""
 
 
-def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRunner:
+class RankRunner(ModelRunner, Protocol):
+    """One that can be one of several ranks (PARALLEL)."""
+
+    def leave(self) -> None:
+        """After the last step: other ranks that wait for this one get a PeerDeadError."""
+
+
+def make_runner(
+    config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+) -> ModelRunner:
     """The runner of `config.device`. Comes before torch is imported, whose OpenMP reads its
     environment once. Raises ConfigError for what the device doesn't have.
     """
@@ -99,6 +112,11 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
             f"deterministic = True: device {config.device!r} adds up in another order in another "
             f"batch; {', '.join(DETERMINISTIC)} can keep it"
         )
+    if config.tensor_parallel_size > 1 and config.device not in PARALLEL:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.tensor_parallel_size}: device {config.device!r} has "
+            f"one worker only; {', '.join(PARALLEL)} can have several"
+        )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         module, _, name = RUNNERS[config.device].partition(":")
@@ -106,4 +124,6 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
-    return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))
+    kind = getattr(importlib.import_module(module), name)
+    place = (rank, group_fd) if config.device in PARALLEL else (rank,)
+    return cast(ModelRunner, kind(config, spec, *place))

@@ -21,11 +21,13 @@ from ..mq.errors import ModelLoadError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+Part = tuple[slice, ...]  # of a tensor, by dimension; of those that aren't named, all
+
 
 class WeightSource(Protocol):
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, of any floating-point type. Raises ModelLoadError if it is missing or of
-        another shape.
+    def take(self, name: str, shape: tuple[int, ...], part: Part = ()) -> torch.Tensor:
+        """The tensor, of any floating-point type, or only a part of it. `shape` is the whole
+        one's. Raises ModelLoadError if it is missing or of another shape.
         """
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
@@ -47,15 +49,15 @@ class SafetensorsWeights:
                     )
                 self._left[name], self._files[name] = handle, path
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], part: Part = ()) -> torch.Tensor:
         if name not in self._left:
             raise ModelLoadError(f"tensor {name!r} is missing from the weights")
-        tensor: torch.Tensor = self._left.pop(name).get_tensor(name)
+        handle = self._left.pop(name)
         where = f"{self._files[name]}: tensor {name!r}"
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadError(
-                f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-            )
+        stored = handle.get_slice(name).get_shape()
+        if tuple(stored) != shape:
+            raise ModelLoadError(f"{where} has shape {stored}, config.json says {list(shape)}")
+        tensor: torch.Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelLoadError(
                 f"{where} is {tensor.dtype}; bfloat16, float16 and float32 weights are supported"
@@ -81,11 +83,11 @@ class DummyWeights:
         self._device = device or torch.device("cpu")
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], part: Part = ()) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
+            return torch.ones(shape, device=self._device)[part]
         drawn = torch.empty(shape, device=self._device)
-        return drawn.normal_(0, 0.02, generator=self._generator)
+        return drawn.normal_(0, 0.02, generator=self._generator)[part]
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         pass
