@@ -30,7 +30,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is told.
 
     actor: the instance's name ("tokenizer.0"). target: "module:class" of its shell. counts: how
-    many instances of each kind there are.
+    many instances of each kind there are. group_fd: an empty anonymous file that the workers
+    started together share; -1 where a worker is the only one.
     """
 
     actor: str
@@ -41,6 +42,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     endpoints: list[Endpoint]
     counts: dict[str, int] = {}
+    group_fd: int = -1
     server: ServerConfig | None = None
     listen_fd: int = -1
 

@@ -74,7 +74,7 @@ class Supervisor:
         self._server = server
         self._listener = listener
         self._external = external
-        self._counts: dict[str, int] = {}
+        self._counts = {"worker": engine.tensor_parallel_size}
         self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
@@ -168,13 +168,17 @@ class Supervisor:
         for name in again:  # only now: nobody writes into a channel while it's being reset
             for owner in self._owners_of(name):
                 owner.mark_alive(name)
+        group_fd = os.memfd_create("ringcast-ranks")
         for name in names:
-            self._spawn(name)
+            self._spawn(name, group_fd)
+        os.close(group_fd)
 
-    def _spawn(self, name: str) -> None:
+    def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
         listen_fd = -1
+        is_rank = kind == "worker" and self._engine.tensor_parallel_size > 1
+        fds += [group_fd] if is_rank else []
         if self._listener is not None and kind == "client":
             listen_fd = self._listener.fileno()
             fds.append(listen_fd)
@@ -189,6 +193,7 @@ class Supervisor:
                 spec=self._spec,
                 endpoints=endpoints,
                 counts=self._counts,
+                group_fd=group_fd if is_rank else -1,
                 server=self._server,
                 listen_fd=listen_fd,
             )
@@ -287,11 +292,14 @@ class Supervisor:
             for reader, cursor, published in owner.progress()
             if reader in self._children and self._children[reader].state == "ready"
         ]
-        for stall in self._stalls.tick(positions):
-            child = self._children[stall.reader]
+        stalls = self._stalls.tick(positions)
+        for stall in stalls:
+            # Ranks wait for the one that hangs: from here they look alike.
+            readers = [other.reader for other in stalls if other.channel == stall.channel]
+            names = " or ".join(f"{name} (pid {self._children[name].pid})" for name in readers)
             owner = next(owner for owner in self._owners if owner.name == stall.channel)
-            child.kill(
-                f"{child.name} (pid {child.pid}) hangs: it has read nothing for "
+            self._children[stall.reader].kill(
+                f"{names} hangs: it has read nothing for "
                 f"{stall.seconds:.1f} s (--step-timeout {self._engine.step_timeout:g}) from "
                 f"{owner.describe()}"
             )

@@ -1,5 +1,7 @@
 """The worker actor: one rank of the engine. The only actor whose process imports torch.
 
+All ranks get every plan and run it together (executor/parallel.py); the output rank alone answers.
+
 Its loop is synchronous. It takes a plan as soon as it is there, launches its step, and answers
 steps in their order as they are done. How many it holds is the scheduler's to say, and never more
 than `max_steps_in_flight`: a device that has the next step already never waits for Python.
@@ -27,10 +29,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, cast
 
 from ..executor.profiler import Profiler, ProfilerError
-from ..executor.runner import ModelRunner, PendingStep, make_runner
+from ..executor.runner import ModelRunner, PendingStep, RankRunner, make_runner
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
@@ -38,6 +40,7 @@ from ..mq.errors import PeerDeadError, StepTimeoutError
 from .boot import Boot
 from .control import Control
 
+OUTPUT_RANK = 0
 SPIN_SECONDS = 50e-6
 NAP_SHARE = 1 / 8  # of what was waited already
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 100e-6
@@ -51,6 +54,7 @@ class Worker:
     def __init__(self, boot: Boot, control: Control) -> None:
         self._boot = boot
         self._control = control
+        self._rank = int(boot.actor.partition(".")[2])
         self._plans: Receiver
         self._outputs: Sender
         for endpoint in boot.endpoints:
@@ -71,15 +75,16 @@ class Worker:
 
     def run(self) -> None:
         boot = self._boot
-        rank = int(boot.actor.partition(".")[2])
-        runner = make_runner(boot.engine, boot.spec, rank)
+        runner = make_runner(boot.engine, boot.spec, self._rank, boot.group_fd)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
-        self._control.send(supervision.ActorReady(runner.details()))
+        self._control.send(supervision.ActorReady({} if self._rank else runner.details()))
         _sleep_precisely()
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
+        if boot.engine.tensor_parallel_size > 1:
+            cast(RankRunner, runner).leave()
         for writer in self._writers:
             writer.join()
         self._plans.close()
@@ -112,7 +117,9 @@ class Worker:
 
     def _finish_first(self) -> None:
         _, step = self._in_flight.popleft()
-        self._answer(step.read())
+        output = step.read()
+        if self._rank == OUTPUT_RANK:
+            self._answer(output)
         self._plans.commit()
         self._first_since = perf_counter()
 

@@ -1,6 +1,10 @@
 """The forward pass of the Llama family on a processor, as its declaration says (executor/models/),
 with a residual stream in float32.
 
+A rank of several runs its part of the model (sharding.py). The ranks add up what they have after
+the embedding, attention's output and the feed-forward layer, and the logits come together on the
+output rank: by operations among the others (parallel.py).
+
 Legend: T tokens, H hidden size, Q = query heads x head size, N = outputs of a product (padded), D
 head size.
 """
@@ -14,6 +18,7 @@ import numpy as np
 import torch
 
 from ..kernels.cpu.activation import gelu_mul_kernel, silu_mul_kernel
+from ..kernels.cpu.exchange import exchange_kernel
 from ..kernels.cpu.norm import add_rms_norm_kernel
 from ..kernels.cpu.openmp import Kernel
 from ..kernels.cpu.rope import rope_and_cache
@@ -23,7 +28,9 @@ from .attention import AttentionBackend, Geometry, choose_backend
 from .input_batch import InputBatch, Step
 from .layers import Embedding, Layout, Linear
 from .models.llama import SANDWICH, LlamaConfig
+from .parallel import Alone, Group
 from .program import Operation, Program
+from .sharding import Sharding
 from .weights import WeightSource
 
 ACTIVATIONS = {"silu": silu_mul_kernel, "gelu_tanh": gelu_mul_kernel}
@@ -96,9 +103,16 @@ class CpuDecoder:
         block_size: int,
         source: WeightSource,
         progress: Callable[[int, int], None],
+        group: Group | None = None,
     ) -> None:
-        c = self._config = config
-        self._layout = layout
+        """config, source: of the whole model; a rank of `group` has its part of it. Raises
+        ConfigError where it can't be split so.
+        """
+        self._group = group or Alone()
+        self._vocab_size = config.vocab_size
+        sharding = Sharding(config, self._group.rank, self._group.size)
+        c, source = sharding.local, sharding.weights(source)
+        self._config, self._layout = c, layout
         self.groups = deal(c.windows)
         self.geometry = Geometry(
             layout.dtype,
@@ -115,7 +129,10 @@ class CpuDecoder:
         self._head = layout.linear([head], is_head=True)
         self._shares = c.tied and layout.ties()
         self._embedding = Embedding(
-            layout, None if self._shares else table, self._head if self._shares else None
+            layout,
+            None if self._shares else table,
+            self._head if self._shares else None,
+            sharding.parts["vocab_size"].start,
         )
         self._final_norm = (
             source.take("model.norm.weight", (c.hidden_size,)).float() + c.norm_offset
@@ -134,6 +151,7 @@ class CpuDecoder:
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""
         own = [ACTIVATIONS[self._config.activation], self._backend.kernel]
+        own += [exchange_kernel] if self._group.size > 1 else []
         return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:
@@ -181,7 +199,8 @@ class CpuDecoder:
         # The embedding is scaled by what the model's own type makes of the scale.
         scale = float(torch.tensor(self._config.embedding_scale, dtype=self.geometry.dtype))
         operations: list[Operation] = [
-            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale)
+            self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale),
+            *self._group.sum(rows, self._hidden_TH),
         ]
         update = Update(None, None)
         places = {
@@ -194,7 +213,9 @@ class CpuDecoder:
             update = Update(self._update_TH, layer.mlp_update_norm)
         norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
         head = self._head.bind(sampled, self._last_SH, self._logits_SV)
-        return Program(rows, operations), Program(sampled, [norm, *head])
+        gathered = self._group.gather(sampled, self._logits_SV, self._head.outputs)
+        self._gathered_SV = gathered.rows
+        return Program(rows, operations), Program(sampled, [norm, *head, *gathered.operations])
 
     def _bind_layer(
         self, index: int, group: int, place: int, layer: _Layer, rows: np.ndarray, update: Update
@@ -218,6 +239,7 @@ class CpuDecoder:
                 self._x_TQ,
             ),
             *layer.output.bind(rows, self._x_TQ, update_TH),
+            *self._group.sum(rows, update_TH),
             self._norm(
                 rows, Update(update_TH, layer.attention_update_norm), layer.mlp_norm, self._x_TH
             ),
@@ -232,6 +254,7 @@ class CpuDecoder:
                 out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
             ),
             *layer.down.bind(rows, self._x_TI, update_TH),
+            *self._group.sum(rows, update_TH),
         ]
 
     def _norm(
@@ -257,8 +280,9 @@ class CpuDecoder:
             eps=self._config.eps,
         )
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """float32 logits [len(step.sampled), vocabulary] of the step that the batch has prepared.
+    def forward(self, step: Step) -> torch.Tensor | None:
+        """float32 logits [len(step.sampled), vocabulary] of the step that the batch has prepared;
+        None on other ranks than the output rank.
 
         Valid until the next call.
         """
@@ -267,11 +291,13 @@ class CpuDecoder:
         self._body.run(step.num_tokens)
         return self.logits(len(step.sampled))
 
-    def logits(self, num_tokens: int) -> torch.Tensor:
+    def logits(self, num_tokens: int) -> torch.Tensor | None:
         """The same for the tokens of this step that batch.last names, each at most once a step."""
         if num_tokens:
             self._tail.run(num_tokens)
-        return self._logits_SV[:num_tokens, : self._config.vocab_size]
+        self._group.check()
+        logits_SV = self._gathered_SV
+        return None if logits_SV is None else logits_SV[:num_tokens, : self._vocab_size]
 
     def _rotate(self, tokens: int) -> None:
         positions = torch.from_numpy(self._batch.positions[:tokens]).float()

@@ -8,19 +8,21 @@ import os
 import time
 
 import llvmlite.binding as llvm
+import numpy as np
 import torch
 
 from ..kernels.cpu.compiled import cache_folder
 from ..kernels.cpu.openmp import Tape
 from ..mq import codec
 from ..mq.config import EngineConfig, ModelSpec
-from ..mq.messages import NewSequence, StepOutput, StepPlan, WorkerReady
+from ..mq.messages import NewSequence, StepOutput, StepPlan, TokenLogprobs, WorkerReady
 from ..mq.sampling_params import SamplingParams
 from . import kv_memory
 from .cpu_decoder import CpuDecoder
-from .input_batch import InputBatch
+from .input_batch import InputBatch, Step
 from .logits_processor import load_processors
 from .models import find_model
+from .parallel import Alone, Group, HostGroup
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
 from .quantized import make_layout
@@ -40,16 +42,21 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 class CpuModelRunner:
-    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+    ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
+        self._group_fd = group_fd
         self._details: dict[str, str | int | float] = {}
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> WorkerReady:
         """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
         config, spec = self._config, self._spec
-        threads = config.num_threads or len(os.sched_getaffinity(0))
+        ranks = config.tensor_parallel_size
+        threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         torch.set_num_threads(threads)
+        self._group = group = self._join()
         start = time.perf_counter()
         dtype = choose_dtype(config.dtype)
         declared = find_model(spec.architecture).check(spec.hf_config)
@@ -63,6 +70,7 @@ class CpuModelRunner:
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),
+            group,
         )
         loaded = time.perf_counter()
         self._compile(dtype, progress)
@@ -77,22 +85,24 @@ class CpuModelRunner:
         block_bytes = self._model.geometry.block_bytes
         groups = tuple(group.spec for group in self._model.groups)
         num_blocks = kv_memory.num_blocks(
-            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes()
+            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes() // ranks
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
-        self._sampler = Sampler(
-            config.max_num_seqs,
-            spec.vocab_size,
-            spec.eos_token_ids,
-            self._batch.known_tokens,
-            load_processors(config, spec),
-        )
+        if not self._rank:
+            self._sampler = Sampler(
+                config.max_num_seqs,
+                spec.vocab_size,
+                spec.eos_token_ids,
+                self._batch.known_tokens,
+                load_processors(config, spec),
+            )
         self._prompt_logprobs = PromptLogprobsReader(self._batch, self._model.logits)
         self._warm_up()
         self._details = {
             "device": "cpu",
             "dtype": str(dtype).removeprefix("torch."),
             "threads": threads,
+            "ranks": ranks,
             **self._model.describe(),
             "weights_bytes": self._model.num_bytes(),
             "kv_cache_bytes": num_blocks * block_bytes,
@@ -108,6 +118,9 @@ class CpuModelRunner:
     def details(self) -> dict[str, str | int | float]:
         return self._details
 
+    def leave(self) -> None:
+        self._group.leave()
+
     def launch(self, plan: StepPlan) -> Done:
         return Done(self.execute(plan))
 
@@ -116,7 +129,8 @@ class CpuModelRunner:
         start = time.perf_counter()
         self._batch.apply(plan)
         for new in plan.new:
-            self._sampler.enter(new)
+            if not self._rank:
+                self._sampler.enter(new)
             self._prompt_logprobs.enter(new)
         if plan.copy_to:
             self._attention.copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
@@ -126,7 +140,7 @@ class CpuModelRunner:
         logits = self._model.forward(step)
         tokens, logprobs = step.sampled, None
         if len(step.sampled):
-            tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
+            tokens, logprobs = self._sample(logits, step)
             self._batch.append(step.sampled, tokens)
         return StepOutput(
             plan.step,
@@ -137,7 +151,35 @@ class CpuModelRunner:
             self._prompt_logprobs.read(step),
         )
 
+    def _sample(
+        self, logits: torch.Tensor | None, step: Step
+    ) -> tuple[np.ndarray, TokenLogprobs | None]:
+        """The output rank samples, and every rank appends what it has sampled."""
+        if logits is None:
+            tokens, logprobs = np.zeros(len(step.sampled), np.int32), None
+        else:
+            tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
+        self._group.broadcast(tokens)
+        return tokens, logprobs
+
+    def _join(self) -> Group:
+        config = self._config
+        if config.tensor_parallel_size == 1:
+            return Alone()
+        return HostGroup(
+            self._rank, config.tensor_parallel_size, self._group_fd, config.startup_timeout
+        )
+
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:
+        """The first rank compiles, and the others take what it has left in the cache."""
+        if self._rank:
+            self._group.barrier()
+        self._compile_kernels(dtype, progress)
+        if not self._rank:
+            self._group.barrier()
+        self._group.barrier()  # all have their weights: what is free now, is free
+
+    def _compile_kernels(self, dtype: torch.dtype, progress: Progress) -> None:
         kernels = self._model.kernels()
         for done, kernel in enumerate(kernels):
             progress("compiling kernels", done, len(kernels))

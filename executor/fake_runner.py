@@ -114,7 +114,9 @@ class FakeModelRunner:
     step_seconds = 0.0
     echo = False
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+    ) -> None:
         self._config = config
         self._spec = spec
         self._rank = rank
@@ -143,6 +145,9 @@ class FakeModelRunner:
             "num_blocks": self._num_blocks,
             "block_size": self._config.block_size,
         }
+
+    def leave(self) -> None:
+        """Nobody waits for it."""
 
     def launch(self, plan: messages.StepPlan) -> Done:
         return Done(self.execute(plan))

@@ -119,13 +119,20 @@ class Linear:
 
 
 class Embedding:
-    """A table of its own, or the weight of the output layer that it is tied to."""
+    """A table of its own, or the weight of the output layer that it is tied to. Its rows are those
+    of the tokens from `first` on.
+    """
 
     def __init__(
-        self, layout: Layout, table: torch.Tensor | None, tied: Linear | None = None
+        self,
+        layout: Layout,
+        table: torch.Tensor | None,
+        tied: Linear | None = None,
+        first: int = 0,
     ) -> None:
         assert (table is None) != (tied is None)
         self._layout = layout
+        self._first = first
         self._table = table.to(layout.dtype, copy=True) if table is not None else None
         self._tied = tied
         self._shape = table.shape if table is not None else (tied.outputs, tied.inputs)  # type: ignore[union-attr]
@@ -137,7 +144,9 @@ class Embedding:
     def bind(
         self, rows: np.ndarray, token_ids: np.ndarray, out: torch.Tensor, scale: float
     ) -> Launch:
-        """token_ids int32 [rows] -> out float32 [capacity, size], `scale` times their rows."""
+        """token_ids int32 [rows] -> out float32 [capacity, size], `scale` times their rows; zeros
+        for tokens that have none.
+        """
         kernel, weight = embedding.row_embedding, self._table
         if self._tied is not None:
             weight = self._tied.weight
@@ -149,6 +158,7 @@ class Embedding:
             token_ids=token_ids,
             weight=weight,
             out=out,
+            first=self._first,
             vocabulary=vocabulary,
             size=size,
             scale=scale,

@@ -21,10 +21,10 @@ _NONE = -1
 
 class PromptLogprobsReader:
     """logits_of: from n, at most max_num_seqs, to the logits [n, V] of the step's tokens that
-    batch.last names.
+    batch.last names; None on a rank that only helps to make them, whose answer is empty.
     """
 
-    def __init__(self, batch: InputBatch, logits_of: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, batch: InputBatch, logits_of: Callable[[int], torch.Tensor | None]) -> None:
         self._batch = batch
         self._logits_of = logits_of
         self._num_logprobs = np.full(len(batch.num_known), _NONE, np.int32)
@@ -64,7 +64,10 @@ class PromptLogprobsReader:
         for done in range(0, count, most):
             size = min(most, count - done)
             self._batch.last[:size] = np.arange(start + done, start + done + size)
-            raw = torch.log_softmax(self._logits_of(size), -1)
+            logits = self._logits_of(size)
+            if logits is None:
+                continue
+            raw = torch.log_softmax(logits, -1)
             first = int(place) + done
             chosen = tokens[first : first + size]
             asked = np.full(size, self._num_logprobs[row])

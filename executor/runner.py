@@ -34,8 +34,10 @@ _NEUTRAL_IN_POOLING = {
     "logits_processors": [],
     "num_gpu_blocks_override": None,
     "kv_cache_memory_bytes": None,
+    "tensor_parallel_size": 1,
 }
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
+PARALLEL = ("cpu", "fake")  # devices whose runner can be one of several ranks
 
 Progress = Callable[[str, int, int], None]
 
@@ -75,14 +77,17 @@ class Done:
 
 
 class ModelRunner(Protocol):
-    """Keeps the batch, the weights and the KV cache of one rank.
+    """Keeps the batch, the weights and the KV cache of one rank. All ranks get the same plans, and
+    rank 0 knows their outputs. group_fd: memory that only they share.
 
     `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
     is wrong with the model's files). `launch` and `execute` apply a plan to the batch and run the
     step; steps run in the order of their calls.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None: ...
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+    ) -> None: ...
 
     def load(self, progress: Progress) -> WorkerReady:
         """Load weights, make the KV cache, warm up. `progress(what, done, total)` as it goes."""
@@ -97,7 +102,16 @@ class ModelRunner(Protocol):
         """What was chosen and measured, for people. Valid after `load`."""
 
 
-def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRunner:
+class RankRunner(ModelRunner, Protocol):
+    """One that can be one of several ranks (PARALLEL)."""
+
+    def leave(self) -> None:
+        """After the last step: other ranks that wait for this one get a PeerDeadError."""
+
+
+def make_runner(
+    config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+) -> ModelRunner:
     """The runner of `config.device`. Comes before torch is imported, whose OpenMP reads its
     environment once. Raises ConfigError for what the device doesn't have.
     """
@@ -107,6 +121,11 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
             f"deterministic = True: device {config.device!r} adds up in another order in another "
             f"batch; {', '.join(DETERMINISTIC)} can keep it"
         )
+    if config.tensor_parallel_size > 1 and config.device not in PARALLEL:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.tensor_parallel_size}: device {config.device!r} has "
+            f"one worker only; {', '.join(PARALLEL)} can have several"
+        )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         target = RUNNERS[config.device]
@@ -114,11 +133,12 @@ def make_runner(config: EngineConfig, spec: ModelSpec, rank: int = 0) -> ModelRu
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
+    place = (rank, group_fd) if config.device in PARALLEL else (rank,)
     if spec.pooling is not None:
         _check_pooling(config)
-        target = ENCODER_RUNNER
+        target, place = ENCODER_RUNNER, (rank,)
     module, _, name = target.partition(":")
-    return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, rank))
+    return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, *place))
 
 
 def _check_quantization(config: EngineConfig) -> None:

@@ -21,16 +21,23 @@ from ..mq.errors import ModelLoadError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+Part = tuple[slice, ...]  # of a tensor, by dimension; of those that aren't named, all
+
 
 class WeightSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, not taken yet, beside those that every model has."""
 
     def take(
-        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        part: Part = (),
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The tensor, of `dtype` or (None) of any floating-point type of 16 bits or more. Raises
-        ModelLoadError if it is missing, or of another shape (None: any).
+        """The tensor, or only a part of it; of `dtype` or (None) of any floating-point type of 16
+        bits or more. `shape` is the whole one's (None: any). Raises ModelLoadError if it is
+        missing, or of another shape or type.
         """
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
@@ -56,16 +63,20 @@ class SafetensorsWeights:
         return name in self._left
 
     def take(
-        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        part: Part = (),
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         if name not in self._left:
             raise ModelLoadError(f"tensor {name!r} is missing from the weights")
-        tensor: torch.Tensor = self._left.pop(name).get_tensor(name)
+        handle = self._left.pop(name)
         where = f"{self._files[name]}: tensor {name!r}"
-        if shape is not None and tuple(tensor.shape) != shape:
-            raise ModelLoadError(
-                f"{where} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-            )
+        stored = handle.get_slice(name).get_shape()
+        if shape is not None and tuple(stored) != shape:
+            raise ModelLoadError(f"{where} has shape {stored}, config.json says {list(shape)}")
+        tensor: torch.Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
         if dtype is not None:
             if tensor.dtype != dtype:
                 raise ModelLoadError(f"{where} is {tensor.dtype}; it must be {dtype}")
@@ -98,14 +109,18 @@ class DummyWeights:
         return False
 
     def take(
-        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        part: Part = (),
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         assert shape is not None
         assert dtype is None
         if name.lower().endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
+            return torch.ones(shape, device=self._device)[part]
         drawn = torch.empty(shape, device=self._device)
-        return drawn.normal_(0, 0.02, generator=self._generator)
+        return drawn.normal_(0, 0.02, generator=self._generator)[part]
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         pass

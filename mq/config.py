@@ -88,6 +88,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "model at all, tokens are a function of the prompt (for tests)"
         ),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="workers that have a part of each weight, and compute each step together",
+            extra={"short": "-tp"},
+        ),
+    ] = 1
     enforce_eager: Annotated[
         bool,
         Meta(description="no CUDA graphs: starts sooner, decodes slower. Device cuda alone"),
@@ -147,7 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     kv_cache_memory_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="bytes for the KV cache, instead of a share"),
+        Meta(description="bytes for each worker's KV cache, instead of a share"),
     ] = None
     memory_utilization: Annotated[
         float,
@@ -169,7 +178,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.9
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="threads of the worker; all cores by default. Device cpu alone"),
+        Meta(
+            description="threads of each worker; by default they share all cores. Device cpu alone"
+        ),
     ] = None
     torch_profiler_dir: Annotated[
         str | None,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.text.logprob_rows import StepLogprobs
-from ringcast.executor.runner import make_runner
+from ringcast.executor.runner import ModelRunner, make_runner
 from ringcast.frontend.hub import resolve_model
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec
@@ -45,9 +45,11 @@ class InProcessEngine:
     `prompt_logprobs[request_id]` are their parts as they came.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, runner: ModelRunner | None = None
+    ) -> None:
         self.scheduler = SchedulerCore(config, spec)
-        self.runner = make_runner(config, spec)
+        self.runner = runner or make_runner(config, spec)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
         self.logprobs: dict[str, dict[int, list[dict[int, float]]]] = {}

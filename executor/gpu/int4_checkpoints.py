@@ -47,11 +47,13 @@ def read_int4(
         raise ModelLoadError(f"{name}: {outputs} outputs; {PER_INT} are packed into one number")
     groups, is_awq = inputs // group, checkpoint.method == "awq"
     shape = (inputs, outputs // PER_INT) if is_awq else (inputs // PER_INT, outputs)
-    qweight = source.take(f"{name}.qweight", shape, torch.int32).to(device)
-    qzeros = source.take(f"{name}.qzeros", (groups, outputs // PER_INT), torch.int32).to(device)
+    qweight = source.take(f"{name}.qweight", shape, dtype=torch.int32).to(device)
+    qzeros = source.take(f"{name}.qzeros", (groups, outputs // PER_INT), dtype=torch.int32).to(
+        device
+    )
     scales = source.take(f"{name}.scales", (groups, outputs)).to(device)
     if source.has(f"{name}.g_idx"):
-        _check_order(source.take(f"{name}.g_idx", (inputs,), torch.int32), group, name)
+        _check_order(source.take(f"{name}.g_idx", (inputs,), dtype=torch.int32), group, name)
     weight_NK = _unpack_awq(qweight).T if is_awq else _unpack_inputs(qweight)
     zeros_GN = _unpack_awq(qzeros) if is_awq else _unpack(qzeros).flatten(1)
     return Int4Weight(

@@ -144,7 +144,7 @@ class WeightReader:
 
     def _fp8_checkpoint(self, parts: dict[str, int], inputs: int) -> Fp8Linear:
         def read(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-            weight = self._source.take(f"{name}.weight", (rows, inputs), FP8)
+            weight = self._source.take(f"{name}.weight", (rows, inputs), dtype=FP8)
             return weight, self._scale(f"{name}.weight_scale", rows).expand(rows)
 
         assert isinstance(self._scheme, Fp8Checkpoint)

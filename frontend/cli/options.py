@@ -99,9 +99,16 @@ def _add_option(group: Any, field: inspect.Field) -> None:
             group.add_argument(f"--no_{field.name}", **hidden, action="store_false")
         return
     same |= _value(kind)
-    group.add_argument(dashed, **same, help=_help(field))
+    group.add_argument(dashed, *_short(field), **same, help=_help(field))
     if underscored != dashed:
         group.add_argument(underscored, **same, help=argparse.SUPPRESS)
+
+
+def _short(field: inspect.Field) -> tuple[str, ...]:
+    """The short form, where the option has one."""
+    assert isinstance(field.type, inspect.Metadata)
+    extra = field.type.extra or {}
+    return (extra["short"],) if "short" in extra else ()
 
 
 def _value(kind: inspect.Type) -> dict[str, Any]:

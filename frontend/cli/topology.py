@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON, with every channel")
     parser.add_argument("--url", help="a running server, whose actors are drawn with their pids")
     parser.add_argument("--clients", type=int, metavar="N", help="as with N API servers")
-    parser.add_argument("--workers", type=int, metavar="N", help="as with N workers")
+    parser.add_argument(
+        *("--workers", "--tensor-parallel-size", "-tp"),
+        type=int,
+        metavar="N",
+        help="as with N workers",
+    )
     parser.add_argument(
         "--transport",
         choices=tuple(SENDERS),

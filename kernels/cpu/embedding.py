@@ -1,5 +1,7 @@
 """The embedding of tokens, times a number (1 for most models), from a table in rows or from the
 tiles of an output layer that shares its weights.
+
+The table may be a part of a larger one's, from row `first` on: other tokens' embeddings are zeros.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ I32 = np.int32(0)
 
 
 def embedding(
-    token_ids_T: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0
+    token_ids_T: torch.Tensor, weight_VH: torch.Tensor, scale: float = 1.0, first: int = 0
 ) -> torch.Tensor:
     """Reference. float32 [T, H]."""
-    return weight_VH[token_ids_T].float() * scale
+    row_T = token_ids_T - first
+    is_here_T1 = ((row_T >= 0) & (row_T < len(weight_VH)))[:, None]
+    return torch.where(is_here_T1, weight_VH[row_T.clamp(0, len(weight_VH) - 1)].float() * scale, 0)
 
 
 def _row_embedding(p, chunk, chunks):
@@ -29,12 +33,16 @@ def _row_embedding(p, chunk, chunks):
     weight = carray(pointer(a.weight, a.element), (a.vocabulary, a.size))
     out = carray(pointer(a.out, F32), (rows, a.size))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
-        for i in range(a.size):
-            out[t, i] = widen(weight[token_ids[t], i]) * a.scale
+        token = token_ids[t] - a.first
+        if 0 <= token < a.vocabulary:
+            for i in range(a.size):
+                out[t, i] = widen(weight[token, i]) * a.scale
+        else:
+            out[t, :] = 0.0
 
 
 # token_ids int32 [rows]; weight [vocabulary, size]; out float32 [rows, size].
-row_embedding = Kernel(_row_embedding, "rows token_ids weight out vocabulary size", "scale")
+row_embedding = Kernel(_row_embedding, "rows token_ids weight out first vocabulary size", "scale")
 
 
 def _tile_embedding(p, chunk, chunks):
@@ -45,10 +53,14 @@ def _tile_embedding(p, chunk, chunks):
     weight = carray(pointer(a.weight, a.element), (-(-a.vocabulary // 16), pairs, 16, 2))
     out = carray(pointer(a.out, F32), (rows, a.size))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
-        group, column = token_ids[t] // 16, token_ids[t] % 16
-        for i in range(a.size):
-            out[t, i] = widen(weight[group, i // 2, column, i % 2]) * a.scale
+        token = token_ids[t] - a.first
+        if 0 <= token < a.vocabulary:
+            group, column = token // 16, token % 16
+            for i in range(a.size):
+                out[t, i] = widen(weight[group, i // 2, column, i % 2]) * a.scale
+        else:
+            out[t, :] = 0.0
 
 
 # As row_embedding, with a packed weight (tiles.pack).
-tile_embedding = Kernel(_tile_embedding, "rows token_ids weight out vocabulary size", "scale")
+tile_embedding = Kernel(_tile_embedding, "rows token_ids weight out first vocabulary size", "scale")

@@ -53,7 +53,7 @@ _LINE = 64  # bytes of a cache line: `given` and `done` don't share one
 _I64 = np.int64(0)
 
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
-_offer_core = types.ExternalFunction("sched_yield", types.int32())
+offer_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 class Chunks(NamedTuple):
@@ -199,7 +199,7 @@ def _call(typing_context, code, record, chunk, chunks):
 
 
 @intrinsic
-def _pause(typing_context):
+def pause(typing_context):
     """Tell the processor that this is a waiting loop."""
 
     def generate(context, builder, signature, args):
@@ -234,9 +234,9 @@ def _play(p):
         while read(done) < chunks:
             spins += 1
             if spins < _SPINS:
-                _pause()
+                pause()
             else:
-                _offer_core()
+                offer_core()
 
 
 @functools.cache

@@ -289,7 +289,7 @@ def start_slow(tmp_path: Path, monkeypatch):
             spec = resolve_model(config)
             device = SlowDevice(config, spec)
             device.step_seconds = step_seconds
-            monkeypatch.setattr(worker_actor, "make_runner", lambda config, spec, rank: device)
+            monkeypatch.setattr(worker_actor, "make_runner", lambda *place: device)
             owners = make_channels(stack, config)
             left, right = Control.pair()
             control = Control(right, supervision.SupervisorToActor)

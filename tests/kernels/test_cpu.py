@@ -173,10 +173,14 @@ def test_gated_activation(dtype, rows, size, kernel, reference):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_embedding(dtype, scale):
-    weight, ids = torch.randn(77, 50).to(dtype), np.array([76, 0, 5, 76, 31], np.int32)
-    expected = embedding.embedding(torch.from_numpy(ids).long(), weight, scale)
+@pytest.mark.parametrize(("scale", "first"), [(1.0, 0), (2.5, 0), (2.5, 5), (1.0, 76)])
+def test_embedding(dtype, scale, first):
+    weight, ids = torch.randn(77, 50).to(dtype), np.array([76, 0, 5, 81, 31], np.int32)
+    ids -= 5 * (first == 0)
+    ids = np.maximum(ids, 0)
+    expected = embedding.embedding(torch.from_numpy(ids).long(), weight, scale, first)
+    has_zeros = (expected == 0).all(1).any()
+    assert has_zeros == (first > 0)
     tables = [(embedding.row_embedding, weight)]
     if dtype == torch.bfloat16:
         tables.append((embedding.tile_embedding, tiles.pack(weight)))
@@ -188,6 +192,7 @@ def test_embedding(dtype, scale):
             token_ids=ids,
             weight=table,
             out=out,
+            first=first,
             vocabulary=77,
             size=50,
             scale=scale,

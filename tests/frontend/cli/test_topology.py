@@ -289,3 +289,11 @@ def test_a_running_server_gives_numbers_and_pids(
     assert main(["topology", "--url", url]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith("worker ") and line.endswith(" 17") for line in printed)
+
+
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "-tp", "--workers"])
+def test_workers_by_the_engines_own_option(option: str, capsys: Any) -> None:
+    assert main(["topology", option, "2"]) == 0
+    said = capsys.readouterr().out
+    assert "worker ×2" in said
+    assert "broadcast to 2" in said

@@ -1,0 +1,141 @@
+"""What each rank has of each weight: together the whole, and no more read than that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ringcast.executor.models import find_model
+from ringcast.executor.sharding import Sharding
+from ringcast.executor.weights import DummyWeights, SafetensorsWeights
+from ringcast.mq.errors import ConfigError, ModelLoadError
+
+HIDDEN, HEAD, INNER, VOCABULARY = 6, 4, 12, 11
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD,
+}
+
+
+class Whole:
+    """Numbers that tell where they are. `read`: of each weight, how many."""
+
+    def __init__(self):
+        self.read = {}
+
+    def take(self, name, shape, part=()):
+        taken = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)[part]
+        self.read[name] = taken.numel()
+        return taken
+
+    def finish(self, ignored):
+        pass
+
+
+def declared(**changes):
+    return find_model("LlamaForCausalLM").check({**SHAPE, **changes})
+
+
+def parts(size, name, shape_of, **changes):
+    """Of each rank."""
+    taken = []
+    for rank in range(size):
+        sharding = Sharding(declared(**changes), rank, size)
+        taken.append(sharding.weights(Whole()).take(name, shape_of(sharding.local)))
+    return taken
+
+
+def whole(*shape):
+    return Whole().take("", shape)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_outputs_and_inputs(size):
+    q = parts(size, "a.q_proj.weight", lambda c: (c.heads * HEAD, HIDDEN))
+    assert torch.equal(torch.cat(q), whole(4 * HEAD, HIDDEN))
+    o = parts(size, "a.o_proj.weight", lambda c: (HIDDEN, c.heads * HEAD))
+    assert torch.equal(torch.cat(o, 1), whole(HIDDEN, 4 * HEAD))
+    up = parts(size, "a.up_proj.weight", lambda c: (c.intermediate_size, HIDDEN))
+    assert torch.equal(torch.cat(up), whole(INNER, HIDDEN))
+    down = parts(size, "a.down_proj.weight", lambda c: (HIDDEN, c.intermediate_size))
+    assert torch.equal(torch.cat(down, 1), whole(HIDDEN, INNER))
+
+
+def test_key_heads_are_split_or_repeated():
+    def shape(c):
+        return (c.kv_heads * HEAD, HIDDEN)
+
+    two = parts(2, "a.k_proj.weight", shape)
+    assert torch.equal(torch.cat(two), whole(2 * HEAD, HIDDEN))
+    four = parts(4, "a.k_proj.weight", shape)
+    first, second = whole(2 * HEAD, HIDDEN).split(HEAD)
+    for got, want in zip(four, [first, first, second, second], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_vocabulary_is_rounded_up_with_zeros(size):
+    table = torch.cat(parts(size, "model.embed_tokens.weight", lambda c: (c.vocab_size, HIDDEN)))
+    assert len(table) == 12
+    assert torch.equal(table[:VOCABULARY], whole(VOCABULARY, HIDDEN))
+    assert not table[VOCABULARY:].any()
+
+
+def test_biases_and_norms():
+    q = parts(2, "a.q_proj.bias", lambda c: (c.heads * HEAD,))
+    assert torch.equal(torch.cat(q), whole(4 * HEAD))
+    first, second = parts(2, "a.o_proj.bias", lambda c: (HIDDEN,))
+    assert torch.equal(first, whole(HIDDEN))
+    assert not second.any()
+    for norm in parts(2, "a.input_layernorm.weight", lambda c: (HIDDEN,)):
+        assert torch.equal(norm, whole(HIDDEN))
+
+
+def test_a_rank_reads_its_part_only():
+    source = Whole()
+    sharding = Sharding(declared(), 3, 4)
+    sharding.weights(source).take("a.down_proj.weight", (HIDDEN, INNER // 4))
+    sharding.weights(source).take("lm_head.weight", (3, HIDDEN))
+    assert source.read == {"a.down_proj.weight": HIDDEN * INNER // 4, "lm_head.weight": 2 * HIDDEN}
+
+
+def test_dummy_weights_are_parts_of_the_same_whole():
+    one = DummyWeights(3)
+    whole = [one.take(f"{name}.weight", (INNER, HIDDEN)) for name in ("up_proj", "gate_proj")]
+    for rank in range(2):
+        of_rank = Sharding(declared(), rank, 2).weights(DummyWeights(3))
+        for name, want in zip(("up_proj", "gate_proj"), whole, strict=True):
+            got = of_rank.take(f"{name}.weight", (INNER // 2, HIDDEN))
+            assert torch.equal(got, want.chunk(2)[rank])
+
+
+def test_files_are_checked_against_the_whole_shape(tmp_path):
+    save_file({"up_proj.weight": whole(INNER, HIDDEN)}, tmp_path / "model.safetensors")
+    sharding = Sharding(declared(), 1, 2)
+    got = sharding.weights(SafetensorsWeights(str(tmp_path))).take("up_proj.weight", (6, HIDDEN))
+    assert torch.equal(got, whole(INNER, HIDDEN)[6:])
+    save_file({"up_proj.weight": whole(INNER + 2, HIDDEN)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"has shape \[14, 6\], config.json says \[12, 6\]"):
+        sharding.weights(SafetensorsWeights(str(tmp_path))).take("up_proj.weight", (6, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "sizes"),
+    [
+        ({}, 3, "1, 2, 4"),
+        ({}, 8, "1, 2, 4"),
+        ({"intermediate_size": 10}, 4, "1, 2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "1, 3, 6"),
+    ],
+)
+def test_sizes_that_work_are_named(changes, size, sizes):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size}: .* takes {sizes}$"):
+        Sharding(declared(**changes), 0, size)
+    for number in map(int, sizes.split(", ")):
+        Sharding(declared(**changes), number - 1, number)

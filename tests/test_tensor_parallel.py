@@ -1,0 +1,333 @@
+"""Tensor parallelism over processes: the same tokens as from one rank, however they are computed.
+
+Random models of every kind, whose sizes don't fit nicely. Where two continuations part, it must be
+a tie: the two best log-probabilities at that place lie closer than 1e-3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from in_process import InProcessEngine
+from ranks import Ranks
+from serving import serve
+from tiny_model import make_tiny_model
+
+from ringcast import LLM, SamplingParams
+from ringcast.mq.config import EngineConfig, ModelSpec, build
+from ringcast.mq.errors import EngineDeadError
+
+UNIT = ("worker.0", "worker.1", "scheduler.0")
+BREAKS = """
+from ringcast.executor.logits_processor import LogitsProcessor
+
+class Breaks(LogitsProcessor):
+    def __init__(self, *arguments):
+        raise RuntimeError("no such luck")
+"""
+VOCABULARY = 91  # splits into 46 + 45, and into 3 x 23 + 22
+TIE = 1e-3
+NUM_TOKENS = 16
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
+SEEDED = SamplingParams(
+    temperature=1.2,
+    top_p=0.95,
+    max_tokens=NUM_TOKENS,
+    ignore_eos=True,
+    seed=7,
+    n=2,
+    repetition_penalty=1.1,
+    logit_bias={5: 2.0},
+)
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 160,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {
+    "num_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+MODELS = {
+    "llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "llama biases": ("LlamaForCausalLM", BIASES),
+    "qwen2": ("Qwen2ForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 2}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA),
+}
+SMALL = {
+    "dtype": "float32",
+    "block_size": 4,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+    "num_threads": 1,
+    "num_gpu_blocks_override": 900,
+    "startup_timeout": 60.0,
+}
+
+
+class RandomWeights:
+    """Makes every weight that is asked for, and keeps it in float32."""
+
+    def __init__(self):
+        import torch
+
+        self.tensors = {}
+        self._generator = torch.Generator().manual_seed(3)
+
+    def take(self, name, shape, part=()):
+        import torch
+
+        drawn = torch.empty(shape).normal_(0.0, 0.2, generator=self._generator)
+        self.tensors[name] = drawn + name.endswith("norm.weight")
+        return self.tensors[name][part]
+
+    def finish(self, ignored):
+        pass
+
+
+def make_model(folder, name):
+    import torch
+    from safetensors.torch import save_file
+
+    from ringcast.executor.cpu_decoder import CpuDecoder
+    from ringcast.executor.layers import Layout
+    from ringcast.executor.models import find_model
+
+    architecture, changes = MODELS[name]
+    hf_config = {**SHAPE, "architectures": [architecture], **changes}
+    weights = RandomWeights()
+    declared = find_model(architecture).check(hf_config)
+    CpuDecoder(declared, Layout(torch.float32), 4, weights, lambda *_: None)
+    save_file(weights.tensors, folder / "model.safetensors")
+    return ModelSpec(
+        name=name,
+        path=str(folder),
+        tokenizer_path=str(folder),
+        architecture=architecture,
+        vocab_size=VOCABULARY,
+        max_model_len=160,
+        eos_token_ids=[2],
+        hf_config=hf_config,
+    )
+
+
+@pytest.fixture(scope="module")
+def spec_of(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = make_model(tmp_path_factory.mktemp("model"), name)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def engine(ranks):
+    def make(spec, size, **options):
+        config = build(EngineConfig, {**SMALL, "tensor_parallel_size": size, **options})
+        return InProcessEngine(config, spec, ranks.load(config, spec) if size > 1 else None)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """They begin alike."""
+    stem = [3 + i * i % 83 for i in range(24)]
+    return [[*stem, *(5 + (i * number) % 77 for i in range(7 * number))] for number in range(1, 7)]
+
+
+@pytest.fixture(scope="module")
+def reference(spec_of, prompts):
+    """Of one rank, by model: an engine that has run the prompts, and its tokens."""
+    made = {}
+
+    def run(name):
+        if name not in made:
+            one = InProcessEngine(build(EngineConfig, SMALL), spec_of(name))
+            made[name] = one, run_greedy(one, prompts), run_seeded(one, prompts)
+        return made[name]
+
+    return run
+
+
+def run_greedy(engine, prompts):
+    for i, prompt in enumerate(prompts):
+        engine.add(f"greedy {i}", prompt, GREEDY)
+    engine.run()
+    return [engine.tokens[f"greedy {i}"][0] for i in range(len(prompts))]
+
+
+def run_seeded(engine, prompts):
+    for i, prompt in enumerate(prompts):
+        engine.add(f"seeded {i}", prompt, SEEDED)
+    engine.run()
+    return [engine.tokens[f"seeded {i}"] for i in range(len(prompts))]
+
+
+def assert_same(engine, got, want, tolerance=TIE):
+    """engine: the reference. Up to a tie, after which anything may follow. Most have none."""
+    same = 0
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert len(mine) == len(theirs) == NUM_TOKENS
+        parts = [at for at in range(NUM_TOKENS) if mine[at] != theirs[at]]
+        same += not parts
+        if parts:
+            best, second = sorted(engine.logprobs[f"greedy {i}"][0][parts[0]].values())[-2:][::-1]
+            assert best - second < tolerance, (i, parts[0], mine, theirs)
+    assert same >= len(want) - 1
+
+
+def prompt_logprobs(engine, i):
+    parts = engine.prompt_logprobs[f"greedy {i}"]
+    return np.concatenate([np.frombuffer(part.logprobs.logprobs, np.float32) for part in parts])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
+    one, greedy, seeded = reference(name)
+    several = engine(spec_of(name), size)
+    assert_same(one, run_greedy(several, prompts), greedy)
+    assert run_seeded(several, prompts) == seeded
+    for i in range(len(prompts)):
+        assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
+    statistics = several.scheduler.statistics()
+    assert statistics["chunked_prefills"] > 2
+    assert statistics["prefix_cache_hits"] > 0
+    several.scheduler.check()
+
+
+def test_a_tight_pool_preempts(spec_of, engine, reference, prompts):
+    one, greedy, _ = reference("qwen3")
+    several = engine(spec_of("qwen3"), 2, num_gpu_blocks_override=50)
+    assert_same(one, run_greedy(several, prompts), greedy)
+    assert several.scheduler.statistics()["preemptions"] > 0
+    several.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"dtype": "bfloat16"}, 0.1),
+        ({"quantization": "int8"}, 0.02),
+        ({"quantization": "int4"}, 0.5),
+    ],
+)
+def test_in_other_precisions(spec_of, engine, prompts, options, tolerance):
+    """Whose last digits differ: what is rounded is a part of a sum."""
+    of_prompts = []
+    for size in (1, 2):
+        made = engine(spec_of("qwen3"), size, **options)
+        run_greedy(made, prompts)
+        of_prompts.append(np.concatenate([prompt_logprobs(made, i) for i in range(len(prompts))]))
+    one, several = of_prompts
+    assert not np.array_equal(one, several)
+    assert np.abs(one - several).mean() < tolerance
+
+
+def test_deterministic_alone_and_together(spec_of, engine, prompts):
+    """Bit by bit, where four ranks add up."""
+    made = engine(spec_of("gemma3"), 4, deterministic=True, enable_prefix_caching=False)
+    run_greedy(made, prompts)
+    for i, prompt in enumerate(prompts):
+        made.add("alone", prompt, GREEDY)
+        made.run()
+        assert made.logprobs.pop("alone") == made.logprobs[f"greedy {i}"]
+
+
+def test_a_size_that_does_not_divide(spec_of, ranks):
+    config = build(EngineConfig, {**SMALL, "tensor_parallel_size": 3})
+    with pytest.raises(RuntimeError, match="this model takes 1, 2, 4\n"):
+        ranks.load(config, spec_of("qwen3"))
+
+
+# Through the whole of it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--load-format", "dummy", "--num-threads", "1")
+
+
+def read(server, body, on_event=lambda count: None):
+    events = []
+    for event in server.stream("/v1/completions", body):
+        events.append(event)
+        on_event(len(events))
+    assert events[-1] == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events[:-1]]
+
+
+def test_a_ranks_death_is_a_pause(model):
+    """Of a stream, of which no token is lost or repeated."""
+    with serve(model, *OPTIONS, "-tp", "2", "--max-num-seqs", "8") as server:
+        pids = server.pids()
+        assert {name for name in pids if "worker" in name} == {"worker.0", "worker.1"}
+        name = server.get("/v1/models")["data"][0]["id"]
+        body = {"model": name, "prompt": "a", "max_tokens": 400, "seed": 3, "logprobs": 0}
+        want = read(server, body | {"ignore_eos": True})
+
+        def kill(count):
+            if count == 20:
+                os.kill(pids["worker.1"], signal.SIGKILL)
+
+        got = read(server, body | {"ignore_eos": True}, kill)
+        tokens = [[token for c in run for token in c["logprobs"]["tokens"]] for run in (got, want)]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 400
+        said = f"worker.1 (pid {pids['worker.1']}) died: signal SIGKILL; restarting worker.0 and"
+        assert said in server.said
+        now = server.pids()
+        assert all((now[name] != pids[name]) == (name in UNIT) for name in pids)
+        status, said = server.end()
+    assert status == 0
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_fails_at_load_is_reported(model, tmp_path, monkeypatch):
+    """The other one waits for it, and isn't what is reported."""
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{before}")
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"worker\.0 .*no such luck") as raised:
+        LLM(
+            str(model),
+            device="cpu",
+            load_format="dummy",
+            tensor_parallel_size=2,
+            logits_processors=["breaks:Breaks"],
+        )
+    assert "Traceback" in raised.value.traceback
+    assert 'raise RuntimeError("no such luck")' in raised.value.traceback
+    assert time.monotonic() - start < 30
