@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from ringcast.mq import zmq_channel
 from ringcast.mq.errors import ChannelClosed, ChannelTimeout, PeerDeadError
 
 CAPACITY = 4096
@@ -416,7 +417,9 @@ def test_closing_twice_and_everything_after(channel):
         receiver.receive(SOON)
 
 
-def test_closing_tells_the_other_side_nothing(channel):
+def test_closing_tells_the_other_side_nothing(channel, monkeypatch):
+    # The sender may come before its reader, and then needs some 20 ms to find it.
+    monkeypatch.setattr(zmq_channel, "LINGER_MS", 10_000)
     made = channel()
     sender, receiver = made.sender(), made.receiver()
     assert sender.try_send(b"kept")
