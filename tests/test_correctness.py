@@ -122,6 +122,7 @@ def test_mixed_steps_and_prefix_caching(prompts, reference):
     assert statistics["prefix_cache_hits"] > 0
 
 
+@pytest.mark.slow
 def test_without_prefix_caching(prompts, reference):
     run = engine(max_num_seqs=8, enable_prefix_caching=False)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28

@@ -19,7 +19,12 @@ from ringcast.mq import codec
 from ringcast.mq.sampling_params import SamplingParams
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW_BUT_QWEN3 = [
+    name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+]
+
+
+@pytest.mark.parametrize("name", SLOW_BUT_QWEN3)
 def test_every_kernel(name, pair):
     s = pair(name, kernels=True)
     s.enter(3, random_tokens(1, 14))
@@ -142,7 +147,7 @@ class Replayed:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there are real graphs")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SLOW_BUT_QWEN3)
 def test_what_graphs_are_captured_from(name, pair):
     s = pair(name)
     graphs = s.mine._graphs = Replayed(s.mine)

@@ -180,7 +180,7 @@ def converse(s: TwoRunners) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("config", "pack", "group"), [(AWQ, awq, GROUP), (GPTQ, gptq, GROUP)], ids=["awq", "gptq"]
 )
@@ -323,7 +323,7 @@ def test_checkpoints_of_eight_bits(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("quickest")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_weights_are_quantised_at_load(name, tmp_path, monkeypatch):
     spec = make_model(tmp_path, name, **SIZES)
     mine, theirs = device_runner(spec, quantization="fp8", **BF16), device_runner(spec, **BF16)
