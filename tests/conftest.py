@@ -46,6 +46,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    stand_ins = [item for item in items if item.get_closest_marker("interpreted")]
+    if stand_ins and _what_lacks("gpu", config) is None:
+        items[:] = [item for item in items if item not in stand_ins]
+        config.hook.pytest_deselected(items=stand_ins)
     lacking: dict[str, str | None] = {}
     for item in items:
         for marker in ("slow", "gpu", "model"):
