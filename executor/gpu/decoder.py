@@ -182,6 +182,10 @@ class GpuDecoder:
             update_norm = layer.mlp_update_norm
         self._added, self._last_update_norm = added, update_norm
 
+    def resume(self) -> None:
+        """A graph has done the forward pass of a step with prompts: logits go on from there."""
+        self._added, self._last_update_norm = False, self._layers[-1].mlp_update_norm
+
     def _is_single(self, work: Work) -> bool:
         """Whether a step has the way of one token."""
         return work.is_single and self._takes_one_token

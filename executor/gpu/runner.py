@@ -2,7 +2,7 @@
 that they make together.
 
 `launch` writes a step's inputs into pinned memory and enqueues all of the step on one stream: the
-copy over, the forward pass (a graph for a decode step), sampling, the copy back, an event. It never
+copy over, the forward pass (mostly a graph), sampling, the copy back, an event. It never
 waits for the device, so steps follow each other there without a pause. Tokens are read when the
 event has passed.
 
@@ -14,6 +14,7 @@ each step is over when it is launched; the kernels run under Triton's interprete
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -36,7 +37,15 @@ from . import memory
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, prepare_folder
 from .decoder import GpuDecoder, Work
-from .graphs import DecodeGraphs, at_least, batch_sizes, context_bounds, distinct_bounds
+from .graphs import (
+    DecodeGraphs,
+    at_least,
+    batch_sizes,
+    capture_graph,
+    context_bounds,
+    distinct_bounds,
+)
+from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
@@ -81,6 +90,7 @@ class GpuModelRunner:
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._kernels: dict[str, int] = {}  # variants that steps need, and how many were compiled
         self._details: dict[str, str | int | float] = {}
 
@@ -222,13 +232,25 @@ class GpuModelRunner:
         """Bytes that all graphs will take: the first costs more than each of the others."""
         if not self._uses_graphs or self._stream is None:
             return 0
-        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
-        kinds, before, made = list(graphs.kinds()), meter.used(), []
-        used = []
-        for kind in (kinds[0], kinds[-1]):
-            made.append(graphs.capture_one(self._run_decode, kind, self._stream))
+        graphs, mixed = self._plan_graphs()
+        kinds, before = list(graphs.kinds()), meter.used()
+        first, last, stream = kinds[0], kinds[-1], self._stream
+        measured = [lambda: self._run_decode(*first), lambda: self._run_decode(*last)]
+        measured += [lambda kind=kind: self._run_mixed(kind) for kind in mixed.kinds()[:1]]
+        pool, made, used = torch.cuda.graph_pool_handle(), [], []
+        for launch in measured:
+            made.append(capture_graph(launch, stream, pool))
             used.append(meter.used() - before)
-        return used[0] + max(used[1] - used[0], used[0] // 8) * (len(kinds) - 1)
+        each = [used[0], *(max(b - a, used[0] // 8) for a, b in itertools.pairwise(used))]
+        return each[0] + each[1] * (len(kinds) - 1) + sum(each[2:]) * len(mixed.kinds())
+
+    def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
+        """None of them captured."""
+        counts = token_counts(self._batch.max_tokens, self._decoder.num_bytes)
+        return (
+            DecodeGraphs(self._sizes, self._bounds, self._attention_of),
+            MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
+        )
 
     def _make_cache(self, terms: memory.Terms, warm_up: WarmUp) -> WorkerReady:
         config, spec = self._config, self._spec
@@ -244,14 +266,17 @@ class GpuModelRunner:
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
-        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
+        graphs, mixed = self._plan_graphs()
+        decodes = len(list(graphs.kinds()))
+        total = decodes + len(mixed.kinds())
+
+        def tell(done: int) -> None:
+            progress("capturing graphs", done, total)
+
         with memory.room_for("graphs"):
-            graphs.capture(
-                self._run_decode,
-                self._stream,
-                lambda n, total: progress("capturing graphs", n, total),
-            )
-        self._graphs = graphs
+            graphs.capture(self._run_decode, self._stream, lambda done, _: tell(done))
+            mixed.capture(self._run_mixed, self._stream, lambda done, _: tell(decodes + done))
+        self._graphs, self._mixed_graphs = graphs, mixed
 
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
         kv_cache = num_blocks * self._decoder.block_bytes
@@ -266,7 +291,7 @@ class GpuModelRunner:
             "kv_cache_bytes": kv_cache,
             "num_blocks": num_blocks,
             "block_size": self._config.block_size,
-            "graphs": len(self._graphs) if self._graphs else 0,
+            "graphs": len(self._graphs or ()) + len(self._mixed_graphs or ()),
             "memory": terms.table(kv_cache),
             **self._kernels,
             **seconds,
@@ -305,9 +330,10 @@ class GpuModelRunner:
         pending = GpuPending(plan.step, slot, step)
         pending.begin()
         batch.fill(slot, step)
+        mixed = self._find_mixed(step)
+        tiles = self._plan_tiles(slot, step, mixed)
         copies = [slot.put(codec.ints(ids)) for ids in (plan.copy_from, plan.copy_to)]
         num_copies = len(plan.copy_to) // 4
-        tiles = self._plan_tiles(slot, step)
         batch.send(slot)
         self._sampler.upload()
         if num_copies:
@@ -318,7 +344,7 @@ class GpuModelRunner:
             plain = self._sampler.is_plain(step.sampled)
             replayed = self._replay(step, plain)
             if not replayed:
-                self._run(step, tiles)
+                self._run(step, tiles, mixed)
             if not (replayed and plain):
                 self._sample(step, plain, pending)
             if asks:
@@ -328,16 +354,29 @@ class GpuModelRunner:
         pending.end()
         return pending
 
-    def _plan_tiles(self, slot: Slot, step: Step | None) -> tuple[int, int] | None:
-        """Of the sequences that prefill attention serves: their place in the slot's tail, and how
+    def _find_mixed(self, step: Step | None) -> Mixed | None:
+        """The graph of a step with prompts in it, if there is one."""
+        if self._mixed_graphs is None or step is None or step.is_decode:
+            return None
+        return self._mixed_graphs.kind_of(step)
+
+    def _plan_tiles(self, slot: Slot, step: Step | None, mixed: Mixed | None) -> int:
+        """Of the sequences that prefill attention serves, at the beginning of the slot's tail. How
         many.
         """
         if step is None or step.is_decode:
-            return None
+            return 0
         first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
         tiles = plan_tiles(step.lengths[first:], self._decoder.head_group, step.context[first:])
         tiles[0] += first
-        return slot.put(tiles), tiles.shape[1]
+        if mixed is not None:
+            tiles = pad_tiles(tiles, mixed.tiles)
+        place = slot.put(tiles)
+        assert place == self._batch.tail
+        return tiles.shape[1]
+
+    def _tiles(self, count: int) -> torch.Tensor | None:
+        return self._batch.view(self._batch.tail, 2, count) if count else None
 
     def _replay(self, step: Step, plain: bool) -> bool:
         """Run the graph of a decode step, if there is one."""
@@ -351,18 +390,31 @@ class GpuModelRunner:
         self._work = Work(step.tokens, step.decodes, bound)
         return True
 
-    def _run(self, step: Step, tiles: tuple[int, int] | None) -> None:
+    def _run(self, step: Step, tiles: int, mixed: Mixed | None) -> None:
         """The forward pass, and the logits of the sampled tokens."""
         batch, decoder = self._batch, self._decoder
-        batch.apply_changes()
-        sequences = step.decodes if step.is_decode else len(step.rows)
-        batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
-        bound = at_least(self._bounds, step.longest) if step.decodes else 0
-        view = batch.view(tiles[0], 2, tiles[1]) if tiles else None
-        self._work = Work(step.tokens, step.decodes, bound, view)
-        decoder.forward(self._work)
+        if mixed is not None and self._mixed_graphs is not None:
+            self._mixed_graphs.replay(mixed)
+            decoder.resume()
+            self._work = self._work_of(mixed)
+        else:
+            batch.apply_changes()
+            sequences = step.decodes if step.is_decode else len(step.rows)
+            batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
+            bound = at_least(self._bounds, step.longest) if step.decodes else 0
+            self._work = Work(step.tokens, step.decodes, bound, self._tiles(tiles))
+            decoder.forward(self._work)
         if len(step.sampled):
             decoder.logits(batch.last_N[: self._samples(step)], self._work)
+
+    def _run_mixed(self, mixed: Mixed) -> None:
+        """What a graph of a step with prompts is captured from."""
+        self._batch.prepare_mixed(mixed.tokens)
+        self._decoder.forward(self._work_of(mixed))
+
+    def _work_of(self, mixed: Mixed) -> Work:
+        bound = self._bounds[-1] if mixed.decodes else 0
+        return Work(mixed.tokens, mixed.decodes, bound, self._tiles(mixed.tiles))
 
     def _samples(self, step: Step) -> int:
         """Padded: a decode step's are its sequences."""
