@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -62,17 +63,32 @@ def text_prompt(text: str, add_special_tokens: bool = True) -> TextPrompt:
 
 def tokens_prompt(ids: Sequence[int], vocab_size: int, param: str) -> TokensPrompt:
     """Token ids as a prompt. Raises InvalidRequestError for none, and for one the model lacks."""
-    for i, token in enumerate(ids):
-        # Not isinstance: True is an int, and no token id.
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}, "
-                f"got {repr(token)[:80]}",
-                param=param,
-            )
+    packed = _packed(ids, vocab_size)
+    if packed is None:
+        i, token = next(
+            (i, token)
+            for i, token in enumerate(ids)
+            if type(token) is not int or not 0 <= token < vocab_size
+        )
+        raise InvalidRequestError(
+            f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}, got {repr(token)[:80]}",
+            param=param,
+        )
     if not ids:
         raise InvalidRequestError(f"{param} must have at least one token", param=param)
-    return TokensPrompt(codec.pack(ids))
+    return TokensPrompt(packed)
+
+
+def _packed(ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """Ids as bytes (i32), or None if one is no token id. Not a loop: prompts are long."""
+    if not set(map(type, ids)) <= {int}:  # not isinstance: True is an int, and no token id
+        return None
+    try:
+        packed = array("i", ids).tobytes()
+    except OverflowError:
+        return None
+    numbers = codec.ints(packed)
+    return packed if not packed or 0 <= numbers.min() <= numbers.max() < vocab_size else None
 
 
 def chat_prompt(

@@ -1,0 +1,186 @@
+"""What fp8 and int4 cost in quality on a GPU, measured on any machine: the GPU's runner over the
+default model's real weights, with the references of its kernels where there is no device.
+
+    quality.py [--text FILE]
+
+What is rounded, and where, is the same as on the device; only sums are added up in another order.
+The 4-bit weights are rounded to the nearest (no calibration) in groups of 64, as an AWQ checkpoint
+that this makes in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).resolve()
+sys.path.append(str(HERE.parents[1]))
+
+from figures import machine, table  # noqa: E402
+
+from ringcast.executor.gpu import decoder, linears, sampler, sampler_logprobs  # noqa: E402
+from ringcast.executor.gpu.int4_checkpoints import AWQ_PLACES, PER_INT  # noqa: E402
+from ringcast.executor.gpu.runner import GpuModelRunner  # noqa: E402
+from ringcast.frontend.hub import resolve_model  # noqa: E402
+from ringcast.kernels.gpu import step  # noqa: E402
+from ringcast.mq import codec  # noqa: E402
+from ringcast.mq.config import EngineConfig, build  # noqa: E402
+from ringcast.mq.messages import NewSequence, StepPlan  # noqa: E402
+from ringcast.mq.sampling_params import SamplingParams  # noqa: E402
+
+TEXT = HERE.parents[1] / "data" / "moby_dick.txt"
+GROUP = 64
+USERS = {
+    decoder: (
+        "add_rms_norm",
+        "decode_attention",
+        "embed",
+        "few_linear",
+        "fused_decode_attention",
+        "gated_activation",
+        "prefill_attention",
+        "rms_norm",
+        "rope_and_cache",
+    ),
+    linears: ("quantize_rows", "fp8_linear", "int4_linear"),
+    sampler: ("sample_plain",),
+    sampler_logprobs: ("token_logprobs",),
+    step: ("append_tokens", "apply_changes", "lay_out_tokens"),
+}
+
+
+def take_references() -> None:
+    for user, names in USERS.items():
+        for name in names:
+            module = importlib.import_module(getattr(user, name).__module__)
+            setattr(user, name, getattr(module, f"{name}_reference"))
+
+
+def perplexity(device: torch.device, text: str, **options: Any) -> tuple[float, int]:
+    config = build(
+        EngineConfig,
+        {
+            "device": "cuda",
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 2,
+            "num_gpu_blocks_override": 64,
+            **options,
+        },
+    )
+    spec = resolve_model(config)
+    ids = tokens_of(spec.tokenizer_path, text)
+    runner = GpuModelRunner(config, spec, 0, device)
+    runner.load(lambda *_: None)
+    blocks = list(range(1, 2 + len(ids) // config.block_size))
+    params = SamplingParams(temperature=0, prompt_logprobs=0)
+    new = NewSequence(0, "text", 0, codec.pack(ids), len(ids), 0, codec.pack(blocks), params)
+    rows, lengths = codec.pack([0]), codec.pack([len(ids)])
+    output = runner.execute(StepPlan(1, b"", [new], b"", b"", b"", b"", rows, lengths))
+    logprobs = np.concatenate(
+        [
+            np.frombuffer(part.logprobs.logprobs, np.float32).reshape(-1, part.logprobs.width)[:, 0]
+            for part in output.prompt_logprobs
+        ]
+    )
+    assert len(logprobs) == len(ids) - 1
+    return math.exp(-float(logprobs.astype(np.float64).mean())), len(logprobs)
+
+
+def tokens_of(folder: str, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(f"{folder}/tokenizer.json").encode(text).ids
+
+
+def make_awq(source: Path, folder: Path) -> None:
+    """Every linear layer of the checkpoint in `source`, rounded to 4 bits."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = weight
+            continue
+        q_KN, scales_GN, zeros_GN = round_to_four_bits(weight.float().T)
+        prefix = name.removesuffix("weight")
+        tensors |= {
+            f"{prefix}qweight": pack(q_KN),
+            f"{prefix}qzeros": pack(zeros_GN),
+            f"{prefix}scales": scales_GN.half(),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in source.iterdir():
+        if path.is_file() and path.name not in ("config.json", "model.safetensors"):
+            shutil.copy(path, folder)
+
+
+def round_to_four_bits(weight_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs, outputs = weight_KN.shape
+    groups = weight_KN.view(inputs // GROUP, GROUP, outputs)
+    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    scales_GN = ((high - low) / 15).clamp(min=1e-8).half().float()
+    zeros_GN = (-low / scales_GN).round().clamp(0, 15)
+    q = (groups / scales_GN[:, None] + zeros_GN[:, None]).round().clamp(0, 15)
+    return q.view(inputs, outputs).int(), scales_GN, zeros_GN.int()
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """[.., N] of 4 bits, to [.., N / 8] in AWQ's order."""
+    eight = numbers.unflatten(-1, (-1, PER_INT)).long()
+    packed = torch.zeros(eight.shape[:-1], dtype=torch.long)
+    for output, place in enumerate(AWQ_PLACES):
+        packed |= eight[..., output] << (4 * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, default=TEXT)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        take_references()
+    text, rows, first = args.text.read_text(), [], 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        make_awq(Path(resolve_model(build(EngineConfig, {"device": "fake"})).path), Path(scratch))
+        variants: list[tuple[str, dict[str, Any]]] = [
+            ("bf16", {}),
+            ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
+            ("fp8 weights and activations", {"quantization": "fp8"}),
+            ("both", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+            ("4-bit weights (AWQ's form, not calibrated)", {"model": scratch}),
+        ]
+        for name, options in variants:
+            value, count = perplexity(device, text, **options)
+            first = first or value
+            rows.append([name, f"{value:.2f}", f"{value / first:.4f}"])
+            print(f"{name}: {value:.3f}", flush=True)
+    print(f"\n{count} tokens foreseen of {args.text.name}; {machine()}\n")
+    print(table(["", "perplexity", "to bf16's"], rows))
+
+
+if __name__ == "__main__":
+    main()
