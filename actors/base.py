@@ -8,6 +8,7 @@ until the supervisor is gone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -117,6 +118,7 @@ class Actor:
         loop.add_reader(self.control.fileno(), self._read_control)
         try:
             details = await self.start()
+            gc.freeze()  # all that stays: no collection need look at it again
             self.links.start()
             self.control.send(supervision.ActorReady(details))
             async with asyncio.TaskGroup() as group:

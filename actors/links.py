@@ -2,7 +2,10 @@
 
 Inbound: one pump serves all receivers. Woken by any bell, it takes what has arrived, hands it to
 `on_batch`, and then commits. A receiver is armed only when it was found empty, so a busy actor
-makes no system calls for bells. Channels are read in the reverse of topology.py's order and handled
+makes no system calls for bells; and it stays armed until its bell rings or something is found in
+it, so of an actor's channels only the one that woke it costs any. (It may ring once more for what
+has been found already: that is a spurious wake-up.) Channels are read in the reverse of
+topology.py's order and handled
 in that order: of two messages that reach an actor by a short way and by a long one through the
 pipeline, the first cause is always heard first.
 
@@ -91,6 +94,17 @@ class _Inbound:
         self.receiver = open_receiver(endpoint)
         self.decode: codec.Decoder[Any] = codec.Decoder(getattr(messages, endpoint.messages))
         self.suspended = False
+        self._armed = False
+
+    def arm(self) -> bool:
+        """Whether it can be slept on."""
+        if not self._armed:
+            self._armed = self.receiver.arm()
+        return self._armed
+
+    def disarm(self) -> None:
+        self._armed = False
+        self.receiver.disarm()
 
     def take(self) -> list[tuple[str, Any]]:
         """What has arrived, up to a batch."""
@@ -101,6 +115,8 @@ class _Inbound:
                 batch.append((self.source, self.decode(payload)))
         except PeerDeadError:
             self.suspended = not batch  # who has just been heard may be looked at again
+        if self._armed and (batch or self.suspended):
+            self.disarm()
         return batch
 
 
@@ -130,7 +146,7 @@ class Links:
     def start(self) -> None:
         for inbound in self._inbound:
             if not inbound.suspended:
-                self._loop.add_reader(inbound.receiver.fileno(), self._pump)
+                self._watch(inbound)
         self._pump()
 
     def send(self, to: str, message: messages.Message) -> None:
@@ -153,17 +169,18 @@ class Links:
         lost = [inbound for inbound in self._inbound if inbound.source in names]
         for inbound in lost:
             self._listen(inbound)  # an incarnation may have come and died without being announced
+            inbound.disarm()  # to arm it again says whether the mark is there
         while unheard := [inbound for inbound in lost if not inbound.suspended]:
             if not self._take_round():
                 if self._closed:
                     return
-                if all([inbound.receiver.arm() for inbound in unheard]):  # noqa: C419
+                if all([inbound.arm() for inbound in unheard]):  # noqa: C419
                     break  # they live again already
                 time.sleep(_GLANCE_SECONDS)
         for name in names:
             if name in self._outboxes:
                 self._outboxes[name].forget()
-        self._schedule()  # nothing is armed now
+        self._schedule()
 
     def regain(self, names: Collection[str]) -> None:
         """New incarnations of these are there: listen to them."""
@@ -185,7 +202,15 @@ class Links:
     def _listen(self, inbound: _Inbound) -> None:
         if inbound.suspended:
             inbound.suspended = False
-            self._loop.add_reader(inbound.receiver.fileno(), self._pump)
+            self._watch(inbound)
+
+    def _watch(self, inbound: _Inbound) -> None:
+        self._loop.add_reader(inbound.receiver.fileno(), self._wake, inbound)
+
+    def _wake(self, inbound: _Inbound) -> None:
+        if not self._closed:
+            inbound.disarm()
+            self._pump()
 
     def _pump(self) -> None:
         self._scheduled = False
@@ -195,7 +220,7 @@ class Links:
         if self._closed or self._scheduled:
             return
         # A list, not a generator: every receiver is to be armed.
-        if taken or not all([i.receiver.arm() for i in self._inbound if not i.suspended]):  # noqa: C419
+        if taken or not all([i.arm() for i in self._inbound if not i.suspended]):  # noqa: C419
             # Look again before sleeping, but let the loop's other work in between.
             self._schedule()
 
@@ -211,7 +236,6 @@ class Links:
         for inbound in reversed(self._inbound):
             if inbound.suspended:
                 continue
-            inbound.receiver.disarm()
             if arrived := inbound.take():
                 taken.append(inbound.receiver)
                 batch[:0] = arrived

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from ..mq.errors import RingcastError
 from ..mq.messages import Chunk
 
 
 class Mailbox:
-    """Chunks in order of arrival. It ends when each of its requests has."""
+    """Chunks in order of arrival. It ends when each of its requests has.
 
-    __slots__ = ("_error", "_items", "_waiter", "num_open")
+    taker: if set, gets each chunk that comes while the task waits, which goes on waiting if the
+    taker returns True. (Nothing else waits then, so the order stays.)
+    """
+
+    __slots__ = ("_error", "_items", "_waiter", "num_open", "taker")
 
     def __init__(self) -> None:
         self.num_open = 0
+        self.taker: Callable[[Chunk], bool] | None = None
         self._items: list[Chunk] = []
         self._error: RingcastError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -39,8 +45,10 @@ class Mailbox:
         return items
 
     def put(self, chunk: Chunk) -> None:
-        self._items.append(chunk)
-        self._wake()
+        taker, waiter = self.taker, self._waiter
+        if taker is None or waiter is None or waiter.done() or not taker(chunk):
+            self._items.append(chunk)
+            self._wake()
 
     def close_one(self, error: RingcastError | None = None) -> None:
         self.num_open -= 1

@@ -44,6 +44,7 @@ class CompletionOutput:
 class RequestOutput:
     """All choices of one request. `prompt` is the text, where the user gave one.
 
+    prompt_token_ids is the same list in all outputs of a request.
     prompt_logprobs has for each token of the prompt itself and the likeliest ones, by token id, and
     None for the first.
     """
@@ -72,14 +73,19 @@ class ChoiceBuilder:
 
     def add(self, chunk: Chunk) -> None:
         self.changed = True
-        self.token_ids += codec.ints(chunk.token_ids).tolist()
+        packed = chunk.token_ids
+        if len(packed) == 4:  # nearly always in a stream, and numpy would take much longer
+            self.token_ids.append(int.from_bytes(packed, "little", signed=True))
+        else:
+            self.token_ids += codec.ints(packed).tolist()
         if chunk.text:
             self._texts.append(chunk.text)
         if chunk.finish is not None:
             self.finish = chunk.finish
-        for row in logprob_rows(chunk):
-            self._cumulative = (self._cumulative or 0.0) + row.logprobs[0]
-            self._logprobs.append(_by_token_id(row))
+        if chunk.logprobs is not None:
+            for row in logprob_rows(chunk):
+                self._cumulative = (self._cumulative or 0.0) + row.logprobs[0]
+                self._logprobs.append(_by_token_id(row))
 
     @property
     def text(self) -> str:
@@ -89,24 +95,26 @@ class ChoiceBuilder:
 
     def output(self) -> CompletionOutput:
         """A snapshot: later chunks don't change it."""
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.token_ids.copy(),
-            cumulative_logprob=self._cumulative,
-            logprobs=self._logprobs.copy() or None,
-            finish_reason=self.finish.reason if self.finish else None,
-            stop_reason=self.finish.stop_reason if self.finish else None,
-        )
+        return self._output(self.token_ids.copy(), self._logprobs.copy())
 
     def take(self) -> CompletionOutput:
         """What is new since the last time. (cumulative_logprob is of all.)"""
-        output = self.output()
+        output = self._output(self.token_ids, self._logprobs)
         self.changed = False
-        self.token_ids.clear()
-        self._texts.clear()
-        self._logprobs.clear()
+        self.token_ids, self._texts, self._logprobs = [], [], []
         return output
+
+    def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> CompletionOutput:
+        finish = self.finish
+        return CompletionOutput(
+            self.index,
+            self.text,
+            token_ids,
+            self._cumulative,
+            logprobs or None,
+            finish.reason if finish is not None else None,
+            finish.stop_reason if finish is not None else None,
+        )
 
 
 class RequestBuilder:
@@ -121,11 +129,13 @@ class RequestBuilder:
         self.handle = handle
         self.choices = [ChoiceBuilder(i) for i in range(handle.request.params.n)]
         self._prompt = prompt
+        self._prompt_token_ids: list[int] = []
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._request_id = request_id or handle.request_id
 
     def add(self, chunk: Chunk) -> None:
-        self._prompt_logprobs += prompt_logprobs(chunk)
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs += prompt_logprobs(chunk)
         self.choices[chunk.choice].add(chunk)
 
     @property
@@ -142,16 +152,19 @@ class RequestBuilder:
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         asked = self.handle.request.params.prompt_logprobs is not None
-        finish = next((choice.finish for choice in self.choices if choice.finish), None)
+        finishes = [choice.finish for choice in self.choices if choice.finish is not None]
+        finish = finishes[0] if finishes else None
+        if not self._prompt_token_ids:
+            self._prompt_token_ids = codec.ints(self.handle.prompt_token_ids).tolist()
         return RequestOutput(
-            request_id=self._request_id,
-            prompt=self._prompt,
-            prompt_token_ids=codec.ints(self.handle.prompt_token_ids).tolist(),
-            outputs=outputs,
-            finished=self.finished,
-            num_prompt_tokens=finish.num_prompt_tokens if finish else None,
-            num_cached_tokens=finish.num_cached_tokens if finish else None,
-            prompt_logprobs=self._prompt_logprobs.copy() if asked else None,
+            self._request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            outputs,
+            len(finishes) == len(self.choices),
+            finish.num_prompt_tokens if finish is not None else None,
+            finish.num_cached_tokens if finish is not None else None,
+            self._prompt_logprobs.copy() if asked else None,
         )
 
 

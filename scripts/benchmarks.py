@@ -21,6 +21,7 @@ from pathlib import Path
 
 import bench_decode
 import bench_faults
+import bench_front
 import bench_mq
 import bench_offline
 import bench_perplexity
@@ -180,6 +181,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 BENCHMARKS = {
     "mq": (bench_mq.run, bench_mq.add_arguments),
     "faults": (bench_faults.run, bench_faults.add_arguments),
+    "front": (bench_front.run, bench_front.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
     "prefix": (bench_prefix.run, bench_prefix.add_arguments),

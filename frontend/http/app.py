@@ -23,6 +23,7 @@ from .api_docs import DocsApi
 from .body_limit import body_within
 from .cors import Cors
 from .errors import errors_as_json, respond
+from .event_stream import WriteBatch
 from .generation import Generation
 from .load import LoadApi
 from .metrics import Metrics
@@ -103,6 +104,7 @@ class Api:
         self._names = server.served_model_name or [spec.name]
         self._status = status
         self._started = int(time.time())
+        self._writes = WriteBatch()
 
     async def health(self, _: web.Request) -> web.Response:
         """Whether to leave this server running: it works, or will again by itself."""
@@ -158,7 +160,8 @@ class Api:
         with Generation(self._client, form, request_id.current(), model, parsers) as generation:
             generation.submit(prompts, params, asked)
             if asked.stream:
-                return await generation.stream(request, asked.include_usage, headers)
+                usage = asked.include_usage
+                return await generation.stream(request, usage, headers, self._writes)
             return await generation.answer(headers)
 
     def served(self, name: str | None) -> str:

@@ -18,6 +18,7 @@ from ..handle import RequestHandle
 from ..mailbox import Mailbox
 from .echo import Echo, add_logprobs, echo_of
 from .errors import event_of
+from .event_stream import EventStream, WriteBatch
 from .protocol import CompletionRequest, GenerationRequest
 from .responses import (
     CHUNK_OBJECTS,
@@ -33,11 +34,6 @@ from .responses import (
 
 _ID_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
 
 
 class Generation:
@@ -160,27 +156,35 @@ class Generation:
         ]
 
     async def stream(
-        self, request: web.Request, include_usage: bool, headers: dict[str, str]
+        self,
+        request: web.Request,
+        include_usage: bool,
+        headers: dict[str, str],
+        writes: WriteBatch,
     ) -> web.StreamResponse:
-        """The events as they come. Raises errors before the first; a later one is the last."""
+        """The events as they come. Raises errors before the first; a later one is the last.
+
+        writes: what all streams of this event loop share.
+        """
         echoes = await self._echoes()
         chunks = await self._mailbox.take()
-        response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
-        await response.prepare(request)
-        take, write = self._mailbox.take, response.write
+        stream = EventStream(headers, writes)
+        await stream.open(request)
+        take, write = self._mailbox.take, stream.write
         try:
             if echo_events := self._echo_events(echoes):
                 await write(echo_events)
+            self._mailbox.taker = lambda chunk: not chunk.data or stream.offer(chunk.data)
             while chunks:
                 # What has piled up behind a slow connection leaves in one write.
                 if data := b"".join([chunk.data for chunk in chunks]):
                     await write(data)
                 chunks = await take()
-            await write((self._usage_event() if include_usage else b"") + _DONE)
+            last = (self._usage_event() if include_usage else b"") + _DONE
         except RingcastError as error:
-            await write(event_of(error))
-        await response.write_eof()
-        return response
+            last = event_of(error)
+        await stream.end(last)
+        return stream.response
 
     def _echo_events(self, echoes: list[Echo | None]) -> bytes:
         """The first event of each choice."""

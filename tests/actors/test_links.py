@@ -32,7 +32,7 @@ def rejected(number: int, size: int = 0) -> messages.Rejected:
     return messages.Rejected(str(number), 0, messages.ErrorInfo("x" * size))
 
 
-def run(owners, body):
+def run(owners, body, senders=None):
     async def main():
         got, sent = [], asyncio.Event()
 
@@ -41,7 +41,8 @@ def run(owners, body):
             sent.set()
 
         client = Links([o.endpoint("client.0") for o in owners], on_batch)
-        tokenizer = Links([o.endpoint("tokenizer.0") for o in owners], lambda batch: None)
+        ends = [o.endpoint("tokenizer.0") for o in senders or owners]
+        tokenizer = Links(ends, lambda batch: None)
         try:
             await body(client, tokenizer, got, sent)
         finally:
@@ -250,3 +251,40 @@ def test_many_deaths_leave_no_descriptors(owners):
             new.close()
 
     run(owners, body)
+
+
+@pytest.mark.parametrize("transport", ["ring", "zmq"])
+def test_a_message_touches_no_other_channels_bell(transport, tmp_path):
+    tmp_path.chmod(0o700)
+    made = [
+        ChannelOwner.create(
+            transport, f"{a}>client.0", a, ["client.0"], union, RING_BYTES, str(tmp_path)
+        )
+        for a, union in (
+            ("tokenizer.0", "TokenizerToClient"),
+            ("detokenizer.0", "DetokenizerToClient"),
+        )
+    ]
+
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        await asyncio.sleep(0.01)  # both are armed
+        others = client._inbound[1].receiver
+        assert client._inbound[1].source == "detokenizer.0"
+        others.disarm = None  # to call it would raise
+        for number in range(20):
+            tokenizer.send("client.0", rejected(number))
+            await until(lambda n=number: len(got) == n + 1, sent)
+        del others.disarm
+        others_sender = Links([made[1].endpoint("detokenizer.0")], lambda batch: None)
+        try:
+            others_sender.send("client.0", messages.Ping(0, 1))  # it is armed still
+            await until(lambda: len(got) == 21, sent)
+        finally:
+            others_sender.close()
+
+    try:
+        run(made, body, senders=made[:1])
+    finally:
+        for owner in made:
+            owner.close()

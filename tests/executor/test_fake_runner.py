@@ -207,3 +207,17 @@ def test_steps_take_the_time_they_are_told(monkeypatch):
         ConfigError, match="RINGCAST_FAKE_STEP_SECONDS must be a number, got 'soon'"
     ):
         make_runner()
+
+
+def test_one_that_trusts_takes_wrong_plans_and_says_the_same(monkeypatch):
+    tokens = [5, 6, 7, 8, 9]
+    wrong = new(0, tokens, [1])  # 5 tokens, and a block of 4
+    with pytest.raises(AssertionError, match="no block"):
+        make_runner().execute(plan(0, {0: 5}, new=[wrong]))
+    monkeypatch.setenv("RINGCAST_FAKE_TRUST", "1")
+    runner = make_runner()
+    said = [runner.execute(plan(0, {0: 3}, new=[wrong])), runner.execute(plan(1, {0: 2}))]
+    said.append(runner.execute(plan(2, {0: 1})))
+    got = [codec.ints(output.token_ids).tolist() for output in said]
+    first, second = expected_tokens(tokens, 0, 2, make_spec())
+    assert got == [[], [first], [second]]
