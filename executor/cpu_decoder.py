@@ -197,7 +197,8 @@ class CpuDecoder:
         """
         rows, sampled = np.zeros(1, np.int64), np.zeros(1, np.int64)
         # The embedding is scaled by what the model's own type makes of the scale.
-        scale = float(torch.tensor(self._config.embedding_scale, dtype=self.geometry.dtype))
+        dtype = self._layout.weight_dtype
+        scale = float(torch.tensor(self._config.embedding_scale, dtype=dtype))
         operations: list[Operation] = [
             self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale),
             *self._group.sum(rows, self._hidden_TH),

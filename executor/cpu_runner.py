@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 import time
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 
+from ..kernels.cpu import vectors
 from ..kernels.cpu.compiled import cache_folder
 from ..kernels.cpu.openmp import Tape
 from ..mq import codec
@@ -20,6 +20,7 @@ from ..mq.sampling_params import SamplingParams
 from . import kv_memory
 from .cpu_decoder import CpuDecoder
 from .input_batch import InputBatch, Step
+from .layers import widens
 from .logits_processor import load_processors
 from .models import find_model
 from .parallel import Alone, Group, HostGroup
@@ -32,13 +33,12 @@ from .weights import DummyWeights, SafetensorsWeights, WeightSource
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """ "auto" is bfloat16 where the processor multiplies it natively, else float32."""
+    """ "auto" is bfloat16 where the processor multiplies it, natively or widened, else float32."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    features = llvm.get_host_cpu_features()
-    native = any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
-    return torch.bfloat16 if native else torch.float32
+    multiplied = vectors.bfloat16_available() or widens()
+    return torch.bfloat16 if multiplied else torch.float32
 
 
 class CpuModelRunner:
@@ -64,16 +64,17 @@ class CpuModelRunner:
         source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
+        layout = make_layout(dtype, config.quantization, config.deterministic)
         self._model = CpuDecoder(
             declared,
-            make_layout(dtype, config.quantization, config.deterministic),
+            layout,
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),
             group,
         )
         loaded = time.perf_counter()
-        self._compile(dtype, progress)
+        self._compile(layout.dtype, progress)
         compiled = time.perf_counter()
         self._batch = InputBatch(
             config.max_num_seqs,

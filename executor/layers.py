@@ -1,12 +1,14 @@
 """Layers that own weights: the linear layer and the token embedding, in the layout that their
 kernels read.
 
-With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows.
+With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows. So
+it is where the processor has no arithmetic for bfloat16, but AVX2: there weights are widened in
+registers, and activations (and the KV cache) are float32.
 Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many;
 the two add up in different orders, so where results must not depend on the batch (--deterministic)
 the kernel serves all.
 Quantised weights have layers of their own (quantized.py).
-Inputs have the model's element type in buffers of `padded` width, zero beyond their own; outputs
+Inputs have the layout's `dtype` in buffers of `padded` width, zero beyond their own; outputs
 are float32.
 """
 
@@ -19,24 +21,38 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..kernels.cpu import embedding, linear, tiles
+from ..kernels.cpu import blocks, embedding, linear, tiles, vectors, wide_linear
 from ..kernels.cpu.openmp import Kernel, Launch
 from .program import ByRows, Operation
 
 
-class Layout:
-    """How weights are held: `tiled` for bfloat16 where the processor has matrix tiles.
+def widens() -> bool:
+    """Whether bfloat16 weights are widened here, because the processor can do no more with them."""
+    return blocks.available() and not vectors.bfloat16_available()
 
+
+class Layout:
+    """How weights are held: `tiled` for bfloat16 where the processor has matrix tiles, `widened`
+    where it has no arithmetic for bfloat16 (widens).
+
+    dtype: of weights. The attribute of this name is that of activations and KV cache.
     deterministic: a row's result is the same bit for bit, whatever the number of rows.
     """
 
     def __init__(self, dtype: torch.dtype, deterministic: bool = False) -> None:
-        self.dtype = dtype
+        self.weight_dtype = dtype
         self.deterministic = deterministic
         self.tiled = dtype == torch.bfloat16 and tiles.available()
+        self.widened = dtype == torch.bfloat16 and not self.tiled and widens()
+        self.dtype = torch.float32 if self.widened else dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are packed (tiles.pack)."""
+        return self.tiled or self.widened
 
     def padded(self, size: int) -> int:
-        return tiles.padded(size) if self.tiled else size
+        return tiles.padded(size) if self.packed else size
 
     def linear(
         self,
@@ -53,16 +69,21 @@ class Layout:
 
     def kernels(self, tied: bool) -> list[Kernel]:
         """What Linear and Embedding bind; tied: the embedding uses the output layer's weight."""
-        if self.tiled:
-            return [
-                linear.tile_linear,
-                embedding.tile_embedding if tied else embedding.row_embedding,
-            ]
-        return [linear.row_linear, embedding.row_embedding]
+        product = linear.row_linear
+        if self.packed:
+            product = linear.tile_linear if self.tiled else wide_linear.wide_linear_kernel
+        return [product, self.embedding(tied)]
+
+    def embedding(self, tied: bool) -> Kernel:
+        if tied and self.packed:
+            return embedding.tile_embedding
+        return embedding.bfloat16_embedding if self.widened else embedding.row_embedding
 
     def describe(self) -> str:
         if self.tiled:
             return "matrix tiles (AMX)"
+        if self.widened:
+            return "bfloat16 weights, widened in vectors (AVX2)"
         many = "the kernel" if self.deterministic else "torch"
         return f"rows (a kernel for few rows, {many} for many)"
 
@@ -76,7 +97,7 @@ class Linear:
         self._layout = layout
         self.outputs, self.inputs = sum(len(part) for part in parts), parts[0].shape[1]
         self.width = layout.padded(self.outputs)  # of the output buffer's rows
-        weight = torch.cat([part.to(layout.dtype) for part in parts])
+        weight = torch.cat([part.to(layout.weight_dtype) for part in parts])
         self.weight = self._pack(weight)
         self._bias: torch.Tensor | None = None
         if biases:
@@ -85,7 +106,7 @@ class Linear:
             )
 
     def _pack(self, weight: torch.Tensor) -> Any:
-        return tiles.pack(weight) if self._layout.tiled else weight
+        return tiles.pack(weight) if self._layout.packed else weight
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +125,8 @@ class Linear:
             return [
                 linear.tile_linear.bind(x.dtype, **common, **sizes, configurations=configurations)
             ]
+        if self._layout.widened:
+            return [wide_linear.wide_linear_kernel.bind(x.dtype, **common, **sizes)]
         few = linear.row_linear.bind(x.dtype, **common, **sizes)
         if self._layout.deterministic:
             return [few]
@@ -133,7 +156,7 @@ class Embedding:
         assert (table is None) != (tied is None)
         self._layout = layout
         self._first = first
-        self._table = table.to(layout.dtype, copy=True) if table is not None else None
+        self._table = table.to(layout.weight_dtype, copy=True) if table is not None else None
         self._tied = tied
         self._shape = table.shape if table is not None else (tied.outputs, tied.inputs)  # type: ignore[union-attr]
 
@@ -147,16 +170,13 @@ class Embedding:
         """token_ids int32 [rows] -> out float32 [capacity, size], `scale` times their rows; zeros
         for tokens that have none.
         """
-        kernel, weight = embedding.row_embedding, self._table
-        if self._tied is not None:
-            weight = self._tied.weight
-            kernel = embedding.tile_embedding if self._layout.tiled else embedding.row_embedding
+        tied = self._tied
         vocabulary, size = self._shape
-        return kernel.bind(
+        return self._layout.embedding(tied is not None).bind(
             self._layout.dtype,
             rows=rows,
             token_ids=token_ids,
-            weight=weight,
+            weight=self._table if tied is None else tied.weight,
             out=out,
             first=self._first,
             vocabulary=vocabulary,

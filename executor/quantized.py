@@ -4,7 +4,8 @@ Activations are quantised too, each row by itself, in a kernel before each produ
 them is the precision of the server; the number of rows chooses only between kernels that give the
 same bits.
 
-int8: a scale for each output and for each row of activations, which have two bytes; sums in int32.
+int8: a scale for each output and for each row of activations, which have two bytes, or with AVX2
+are words of 16 bits; sums in int32.
 int4: a scale for each 32 inputs, of weights and of activations, sums in int32 within them. The
 output layer has 8 bits: with 4 it costs more quality than it saves time.
 """
@@ -17,7 +18,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..kernels.cpu import embedding, int4_linear, int8_linear, linear, quantize, tiles, vectors
+from ..kernels.cpu import (
+    blocks,
+    int4_linear,
+    int8_linear,
+    int8_word_linear,
+    linear,
+    quantize,
+    tiles,
+    vectors,
+)
 from ..kernels.cpu.openmp import Kernel
 from .layers import Layout, Linear
 from .program import Operation
@@ -34,7 +44,10 @@ def make_layout(dtype: torch.dtype, quantization: str, deterministic: bool) -> L
 
 
 class QuantizedLayout(Layout):
-    """Of the linear layers; the embedding stays in rows of `dtype`."""
+    """Of the linear layers; the embedding stays in rows of `dtype`.
+
+    words: activations of products with 8 bits are words, and weights lie in pairs.
+    """
 
     def __init__(self, dtype: torch.dtype, bits: int) -> None:
         super().__init__(dtype)
@@ -48,9 +61,18 @@ class QuantizedLayout(Layout):
         elif vectors.products_available():
             self._how, self.int8 = "vectors (VNNI)", int8_linear.int8_vector_linear
             self.int4 = int4_linear.int4_vector_linear
+        elif blocks.available():
+            self._how, self.int8 = "vectors (AVX2)", int8_word_linear.int8_word_linear_kernel
+            self.int4 = int4_linear.int4_block_linear
         else:
             self._how, self.int8 = "plain arithmetic", int8_linear.int8_plain_linear
             self.int4 = int4_linear.int4_plain_linear
+
+        self.words = self.int8 is int8_word_linear.int8_word_linear_kernel
+
+    @property
+    def packed(self) -> bool:
+        return False
 
     def padded(self, size: int) -> int:
         return quantize.padded(size)
@@ -67,7 +89,8 @@ class QuantizedLayout(Layout):
         return False
 
     def kernels(self, tied: bool) -> list[Kernel]:
-        kernels = [quantize.split_rows_kernel, self.int8, embedding.row_embedding]
+        bytes_of = quantize.row_words_kernel if self.words else quantize.split_rows_kernel
+        kernels = [bytes_of, self.int8, self.embedding(tied)]
         return kernels if self.bits == 8 else [quantize.quantize_rows_kernel, self.int4, *kernels]
 
     def describe(self) -> str:
@@ -108,6 +131,14 @@ class _Pairs:
         self.sums = torch.zeros(capacity, 2, dtype=torch.int32)
 
 
+class _Words:
+    """Activations of 16 bits: a row's scale."""
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self.q = torch.zeros(capacity, width, dtype=torch.int16)
+        self.scales = torch.zeros(capacity)
+
+
 class QuantizedLinear(Linear):
     """y = x W' + b with quantised x and W."""
 
@@ -122,7 +153,8 @@ class QuantizedLinear(Linear):
         super().__init__(layout, parts, biases)
 
     def _pack(self, weight: torch.Tensor) -> quantize.QuantizedWeight:
-        return quantize.quantize(weight, self._bits)
+        made = quantize.quantize(weight, self._bits)
+        return quantize.pairs(made) if self._bits == 8 and self._layout.words else made
 
     def bind(self, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> list[Operation]:
         """As Linear's."""
@@ -138,7 +170,24 @@ class QuantizedLinear(Linear):
             "inner": inner,
             "outer": self.width,
         }
-        return self._bind_8(x, common) if self._bits == 8 else self._bind_4(x, common)
+        if self._bits == 4:
+            return self._bind_4(x, common)
+        return self._bind_words(x, common) if self._layout.words else self._bind_8(x, common)
+
+    def _bind_words(self, x: torch.Tensor, common: dict[str, Any]) -> list[Operation]:
+        layout, (capacity, inner) = self._layout, x.shape
+        buffer = layout.rows(_Words, capacity, inner)
+        made = {"q": buffer.q, "scales": buffer.scales}
+        sizes = {"size": inner, "element_bytes": x.itemsize}
+        first = quantize.row_words_kernel.bind(x.dtype, rows=common["rows"], x=x, **made, **sizes)
+        product = layout.int8.bind(
+            x.dtype,
+            **common,
+            x=buffer.q,
+            row_scales=buffer.scales,
+            scratch=layout.scratch(int8_word_linear.SCRATCH_BYTES),
+        )
+        return [first, product]
 
     def _bind_8(self, x: torch.Tensor, common: dict[str, Any]) -> list[Operation]:
         layout, (capacity, inner) = self._layout, x.shape

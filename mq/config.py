@@ -49,8 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(
-            description="of weights and KV cache; auto is bfloat16 on CUDA, and where the "
-            "processor has it"
+            description="of weights and KV cache; auto is bfloat16 on CUDA, and on processors that "
+            "have it, or AVX2 to widen it (bfloat16 is of weights alone there)"
         ),
     ] = "auto"
     quantization: Annotated[

@@ -14,8 +14,9 @@ import pytest
 from in_process import InProcessEngine
 from tiny_model import make_tiny_model
 
+from ringcast.executor import layers
 from ringcast.frontend.hub import resolve_model
-from ringcast.kernels.cpu import tiles
+from ringcast.kernels.cpu import blocks, tiles
 from ringcast.mq import codec
 from ringcast.mq.config import EngineConfig
 from ringcast.mq.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16 without tiles": {"dtype": "bfloat16"},
+    "bfloat16 widened": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
@@ -74,8 +76,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(params=PRECISIONS)
 def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "bfloat16 without tiles":
+    if request.param in ("bfloat16 without tiles", "bfloat16 widened"):
         monkeypatch.setattr(tiles, "available", lambda: False)
+        widened = request.param == "bfloat16 widened"
+        if widened and not blocks.available():
+            pytest.skip("this processor has no AVX2")
+        monkeypatch.setattr(layers, "widens", lambda: widened)
     return str(request.param)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 
 from .openmp import Kernel
 from .scalars import pointer, widen
 
 F32 = np.float32(0)
 I32 = np.int32(0)
+BF16 = np.uint16(0)  # as scalars.py holds it
 
 
 def embedding(
@@ -26,11 +27,10 @@ def embedding(
     return torch.where(is_here_T1, weight_VH[row_T.clamp(0, len(weight_VH) - 1)].float() * scale, 0)
 
 
-def _row_embedding(p, chunk, chunks):
-    a = carray(p, 1)[0]
+@njit(error_model="numpy")
+def _rows(a, weight, chunk, chunks):
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     token_ids = carray(pointer(a.token_ids, I32), (rows,))
-    weight = carray(pointer(a.weight, a.element), (a.vocabulary, a.size))
     out = carray(pointer(a.out, F32), (rows, a.size))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         token = token_ids[t] - a.first
@@ -41,8 +41,22 @@ def _row_embedding(p, chunk, chunks):
             out[t, :] = 0.0
 
 
+def _row_embedding(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    _rows(a, carray(pointer(a.weight, a.element), (a.vocabulary, a.size)), chunk, chunks)
+
+
+def _bfloat16_embedding(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    _rows(a, carray(pointer(a.weight, BF16), (a.vocabulary, a.size)), chunk, chunks)
+
+
 # token_ids int32 [rows]; weight [vocabulary, size]; out float32 [rows, size].
-row_embedding = Kernel(_row_embedding, "rows token_ids weight out first vocabulary size", "scale")
+_ARGUMENTS = "rows token_ids weight out first vocabulary size"
+row_embedding = Kernel(_row_embedding, _ARGUMENTS, "scale")
+
+# The same with a weight in bfloat16, whatever the model's element type.
+bfloat16_embedding = Kernel(_bfloat16_embedding, _ARGUMENTS, "scale")
 
 
 def _tile_embedding(p, chunk, chunks):
@@ -50,7 +64,7 @@ def _tile_embedding(p, chunk, chunks):
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
     token_ids = carray(pointer(a.token_ids, I32), (rows,))
     pairs = -(-a.size // 32) * 16
-    weight = carray(pointer(a.weight, a.element), (-(-a.vocabulary // 16), pairs, 16, 2))
+    weight = carray(pointer(a.weight, BF16), (-(-a.vocabulary // 16), pairs, 16, 2))
     out = carray(pointer(a.out, F32), (rows, a.size))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
         token = token_ids[t] - a.first
@@ -62,5 +76,5 @@ def _tile_embedding(p, chunk, chunks):
             out[t, :] = 0.0
 
 
-# As row_embedding, with a packed weight (tiles.pack).
-tile_embedding = Kernel(_tile_embedding, "rows token_ids weight out first vocabulary size", "scale")
+# The same with a packed weight (tiles.pack).
+tile_embedding = Kernel(_tile_embedding, _ARGUMENTS, "scale")

@@ -1,5 +1,6 @@
 """y = x W' + b with x as bytes and W as halves of bytes, each with a scale for every 32 inputs
-(quantize.py), for any number of rows: on matrix tiles, in vectors, or by plain arithmetic.
+(quantize.py), for any number of rows: on matrix tiles, in vectors of 512 or 256 bits, or by plain
+arithmetic.
 
 The sum of each group's products is a whole number and exact. Groups are added up in float32, in
 their order, by the one function that all kernels share (`_add_group`), and every step of it is
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from . import tiles, vectors
+from . import blocks, tiles, vectors
 from .openmp import Chunks, Kernel, thread_number
 from .quantize import COLUMNS, GROUP
 from .scalars import pointer
@@ -24,6 +25,7 @@ F32 = np.float32(0)
 U8 = np.uint8(0)
 
 FEW_ROWS = 8  # up to here vectors are faster than tiles, which unpack to memory first
+BLOCK_ROWS = 4  # that are computed together with AVX2
 CACHED_BYTES = 256 << 10  # of unpacked weights that stay in a second-level cache while rows pass by
 _TILE = 1024  # bytes
 
@@ -233,6 +235,39 @@ def _int4_plain_linear(p, chunk, chunks):
             _plain_rows(a, t, min(rows - t, FEW_ROWS), strip, scratch)
 
 
+@njit(error_model="numpy")
+def _block(a, t, here, strip, results):
+    x, stride, num_groups = a.x + t * a.inner, a.inner, a.inner // GROUP
+    own = t * num_groups * 4
+    scales, totals, each = a.row_scales + own, a.totals + own, num_groups * 4
+    w, groups = a.weight + strip * num_groups * 256, a.groups + strip * num_groups * 64
+    if here == 1:
+        blocks.multiply_halves(1, x, stride, scales, totals, each, w, groups, num_groups, results)
+    elif here == 2:
+        blocks.multiply_halves(2, x, stride, scales, totals, each, w, groups, num_groups, results)
+    elif here == 3:
+        blocks.multiply_halves(3, x, stride, scales, totals, each, w, groups, num_groups, results)
+    else:
+        blocks.multiply_halves(4, x, stride, scales, totals, each, w, groups, num_groups, results)
+    _finish(a, t, here, strip, results)
+
+
+def _int4_block_linear(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows, first, last, scratch = _work(a, chunk, chunks)
+    some = max(1, CACHED_BYTES // (a.inner * COLUMNS))
+    while first < last:
+        end = min(first + some, last)
+        t, left = 0, -(-rows // BLOCK_ROWS)
+        while left:
+            here = -(-(rows - t) // left)
+            for strip in range(first, end):
+                _block(a, t, here, strip, scratch)
+            t += here
+            left -= 1
+        first = end
+
+
 def _chunks(arguments: dict[str, object]) -> Chunks:
     return Chunks(arguments["outer"] // COLUMNS)
 
@@ -247,6 +282,7 @@ _ARGUMENTS = (
 )
 int4_tile_linear = Kernel(_int4_tile_linear, _ARGUMENTS, chunks=_chunks)
 int4_vector_linear = Kernel(_int4_vector_linear, _ARGUMENTS, chunks=_chunks)
+int4_block_linear = Kernel(_int4_block_linear, _ARGUMENTS, chunks=_chunks)
 int4_plain_linear = Kernel(_int4_plain_linear, _ARGUMENTS, chunks=_chunks)
 
 CONFIGURATIONS = tiles.configurations(

@@ -4,6 +4,7 @@ Activations, q, high and low being signed bytes in -127 .. 127:
 
     with 4 bits   x = scale * q                    a scale for each group of 32 numbers of a row
     with 8 bits   x = scale * (high + low / 254)   a scale for each row
+    in words      x = scale * q, q in -32767 .. 32767, a scale for each row: as good as with 8 bits
 
 No row depends on its neighbours in the batch.
 
@@ -18,6 +19,7 @@ products of bytes want them, which take four inputs at a time:
     8 bits   [N/16, K/4, 16 of N, 4 of K]
     4 bits   [N/16, K/8, 16 of N, 4 of K], low half: inputs 8i .. 8i + 3, high half: the next four
     groups   [N/16, K/32, 2, 16 of N]: the steps of 16 outputs, then their bases
+    pairs    [N/16, K/2, 16 of N, 2 of K], signed: 8 bits for instructions that take words (`pairs`)
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ COLUMNS = 16  # outputs that lie together
 LOW = np.float32(1 / 254)  # what one step of a low byte is to one of a high byte
 _STEPS = np.float32(254)
 _MOST = np.float32(127)
+_MOST_WORD = 32767
 _LEAST = np.float32(1e-30)  # numbers that are all smaller are all zero
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, to even if halfway
 _ROUND_BITS = np.int32(0x4B400000)
@@ -195,6 +198,32 @@ def _split_rows(p, chunk, chunks):
 split_rows_kernel = Kernel(_split_rows, "rows x q scales sums size element_bytes")
 
 
+def row_words(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference. int16 [T, K] and scales float32 [T]."""
+    x_TK = x_TK.float()
+    most_T = x_TK.abs().amax(1)
+    q_TK = torch.round(x_TK * _inverses(most_T, _MOST_WORD)[:, None])
+    return q_TK.to(torch.int16), most_T / _MOST_WORD
+
+
+def _row_words(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows = carray(pointer(a.rows, a.rows), (1,))[0]
+    scales = carray(pointer(a.scales, F32), (rows,))
+    for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
+        x, q = a.x + t * a.size * a.element_bytes, a.q + t * a.size * 2
+        largest_one = _largest_size(x, a.element, a.element_bytes, a.size)
+        inverse = vectors.spread(_inverse(largest_one, _MOST_WORD))
+        for i in range(0, a.size, 16):
+            value = vectors.load_elements(x + i * a.element_bytes, a.element)
+            vectors.store_words(q + i * 2, _round(vectors.multiply(value, inverse)))
+        scales[t] = largest_one / np.float32(_MOST_WORD)
+
+
+# x [rows, size], q int16 [rows, size], scales float32 [rows], size a multiple of 16.
+row_words_kernel = Kernel(_row_words, "rows x q scales size element_bytes")
+
+
 def quantize_bytes(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for 8 bits. u uint8 [N, K] and scales [N]."""
     weight_NK = weight_NK.float()
@@ -318,6 +347,13 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
         weight.dtype, **common, out=packed, groups=groups, scratch=scratch
     )()
     return QuantizedWeight(packed, scales, groups)
+
+
+def pairs(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight of 8 bits as signed bytes in pairs of inputs."""
+    packed = (weight.packed ^ OFFSET).view(torch.int8)
+    packed = packed.unflatten(3, (2, 2)).permute(0, 1, 3, 2, 4).flatten(1, 2)
+    return weight._replace(packed=packed.contiguous())
 
 
 def dequantize(weight: QuantizedWeight, outer: int, inner: int) -> torch.Tensor:

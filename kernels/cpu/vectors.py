@@ -30,6 +30,13 @@ def products_available() -> bool:
     return bool(x86 and features.get("avx512f") and features.get("avx512vnni"))
 
 
+@functools.cache
+def bfloat16_available() -> bool:
+    """Whether this processor has arithmetic for bfloat16."""
+    features = llvm.get_host_cpu_features()
+    return any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
+
+
 class Whole(types.Type):
     def __init__(self) -> None:
         super().__init__("Whole")
@@ -130,15 +137,20 @@ def load_elements(typing_context, address, like):
     return _simple(real(types.int64, like), make)
 
 
-@intrinsic
-def store_bytes(typing_context, address, value):
-    """The lowest byte of each lane, sixteen in all."""
-    kind = ir.VectorType(ir.IntType(8), LANES)
+def _store_lowest(bits: int):
+    kind = ir.VectorType(ir.IntType(bits), LANES)
 
-    def make(builder, address, value):
-        builder.store(builder.trunc(value, kind), _place(builder, address, kind), align=1)
+    def store_lowest(typing_context, address, value):
+        def make(builder, address, value):
+            builder.store(builder.trunc(value, kind), _place(builder, address, kind), align=1)
 
-    return _simple(types.void(types.int64, whole), make)
+        return _simple(types.void(types.int64, whole), make)
+
+    return intrinsic(store_lowest)
+
+
+store_bytes = _store_lowest(8)  # the lowest byte of each lane, sixteen in all
+store_words = _store_lowest(16)  # the two lowest bytes of each
 
 
 @intrinsic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from ringcast.kernels.cpu import tiles
+from ringcast.executor.cpu_runner import choose_dtype
+from ringcast.kernels.cpu import blocks, tiles, vectors
 
 SHAPE = {
     "vocab_size": 101,
@@ -172,6 +174,7 @@ def test_bfloat16(name, model, hand):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_without_tiles(dtype, model, hand, monkeypatch):
     monkeypatch.setattr(tiles, "available", lambda: False)
+    monkeypatch.setattr(blocks, "available", lambda: False)
     folder, reference = model("llama-tied-biased")
     s = hand(folder, dtype=dtype)
     assert s.runner.details()["linear"].startswith("rows")
@@ -179,6 +182,44 @@ def test_without_tiles(dtype, model, hand, monkeypatch):
     s.run({1: 30})
     s.run({1: 1})
     check(s, reference, [1], tolerance=0.06 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.skipif(not blocks.available(), reason="this processor has no AVX2")
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3"])
+def test_bfloat16_weights_are_widened(name, model, hand, monkeypatch):
+    """Beside them all is float32, so the logits are those of the rounded weights."""
+    monkeypatch.setattr(tiles, "available", lambda: False)
+    monkeypatch.setattr(vectors, "bfloat16_available", lambda: False)
+    folder, original = model(name)
+    reference = copy.deepcopy(original)
+    for parameter in reference.parameters():
+        if parameter.dim() == 2:  # norms and biases stay float32
+            parameter.data = parameter.data.bfloat16().float()
+    if name == "gemma3":  # whose embedding's scale has the weights' type
+        embedding = reference.get_input_embeddings()
+        embedding.embed_scale = embedding.embed_scale.bfloat16().float()
+    whole, s = hand(folder).runner.details(), hand(folder, dtype="bfloat16")
+    details = s.runner.details()
+    assert (details["dtype"], details["attention"]) == ("bfloat16", "portable")
+    assert details["linear"] == "bfloat16 weights, widened in vectors (AVX2)"
+    assert details["kv_cache_bytes"] == whole["kv_cache_bytes"]
+    s.enter(3, random_tokens(1, 40))
+    s.run({3: 40})
+    s.enter(0, random_tokens(2, 37))
+    s.run({0: 10, 3: 1})
+    s.run({0: 27, 3: 1})
+    s.run({0: 1, 3: 1})
+    check(s, reference, [0, 3])
+
+
+def test_the_type_that_auto_means(monkeypatch):
+    monkeypatch.setattr(vectors, "bfloat16_available", lambda: True)
+    assert choose_dtype("auto") == torch.bfloat16
+    assert choose_dtype("float16") == torch.float16
+    monkeypatch.setattr(vectors, "bfloat16_available", lambda: False)
+    for avx2, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(blocks, "available", lambda avx2=avx2: avx2)
+        assert choose_dtype("auto") == dtype
 
 
 def test_rows_share_the_blocks_of_a_prefix(model, hand):

@@ -12,7 +12,7 @@ from in_process import InProcessEngine
 from tiny_model import make_tiny_model
 
 from ringcast.executor.runner import make_runner
-from ringcast.kernels.cpu import quantize, tiles, vectors
+from ringcast.kernels.cpu import blocks, quantize, tiles, vectors
 from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.sampling_params import SamplingParams
@@ -94,6 +94,7 @@ def test_logits(name, dtype, model, hand):
 
 
 def test_the_kernel_does_not_change_the_bits(hand, model, monkeypatch):
+    """But for that of 8 bits with AVX2 alone (int4's output layer, too), which rounds otherwise."""
     folder, _ = model
 
     def logits(name: str) -> list[torch.Tensor]:
@@ -105,6 +106,7 @@ def test_the_kernel_does_not_change_the_bits(hand, model, monkeypatch):
 
     for name in ("int8", "int4"):
         with monkeypatch.context() as patch:
+            patch.setattr(blocks, "available", lambda: False)
             first = logits(name)
             patch.setattr(tiles, "bytes_available", lambda: False)
             second = logits(name)
@@ -113,6 +115,29 @@ def test_the_kernel_does_not_change_the_bits(hand, model, monkeypatch):
         for a, b, c in zip(first, second, third, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
+
+
+@pytest.mark.skipif(not blocks.available(), reason="this processor has no AVX2")
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_with_avx2_alone(name, hand, model, monkeypatch):
+    """bfloat16 is of weights only, and the embedding is among them."""
+    for module, feature in ((tiles, "bytes_available"), (vectors, "products_available")):
+        monkeypatch.setattr(module, feature, lambda: False)
+    monkeypatch.setattr(vectors, "bfloat16_available", lambda: False)
+    folder, _ = model
+    reference = quantized(folder, 8 if name == "int8" else 4, torch.bfloat16)
+    whole = hand(folder, quantization=name).runner.details()
+    s = hand(folder, quantization=name, dtype="bfloat16")
+    details = s.runner.details()
+    assert details["linear"] == f"{name}, vectors (AVX2)"
+    assert details["kv_cache_bytes"] == whole["kv_cache_bytes"]
+    assert details["weights_bytes"] < whole["weights_bytes"]
+    s.enter(0, random_tokens(5, 30))
+    s.run({0: 30})
+    s.run({0: 1})
+    for (row, position), logits in s.logits.items():
+        tokens = torch.tensor([s.known[row][:position]])
+        assert error(logits, reference(tokens).logits[0, -1]) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

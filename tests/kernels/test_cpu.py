@@ -181,13 +181,15 @@ def test_embedding(dtype, scale, first):
     expected = embedding.embedding(torch.from_numpy(ids).long(), weight, scale, first)
     has_zeros = (expected == 0).all(1).any()
     assert has_zeros == (first > 0)
-    tables = [(embedding.row_embedding, weight)]
+    tables = [(embedding.row_embedding, weight, dtype)]
     if dtype == torch.bfloat16:
-        tables.append((embedding.tile_embedding, tiles.pack(weight)))
-    for kernel, table in tables:
+        tables.append((embedding.tile_embedding, tiles.pack(weight), dtype))
+        tables.append((embedding.tile_embedding, tiles.pack(weight), torch.float32))
+        tables.append((embedding.bfloat16_embedding, weight, torch.float32))
+    for kernel, table, element in tables:
         out = nans(5, 50)
         kernel.bind(
-            dtype,
+            element,
             rows=count(5),
             token_ids=ids,
             weight=table,

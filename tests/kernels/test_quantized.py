@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringcast.kernels.cpu import int4_linear, int8_linear, linear, quantize, tiles, vectors
+from ringcast.kernels.cpu import (
+    blocks,
+    int4_linear,
+    int8_linear,
+    linear,
+    quantize,
+    tiles,
+    vectors,
+)
 
 KERNELS = {
     8: {
@@ -19,6 +27,7 @@ KERNELS = {
     },
     4: {
         "plain": int4_linear.int4_plain_linear,
+        "block": int4_linear.int4_block_linear,
         "vector": int4_linear.int4_vector_linear,
         "tile": int4_linear.int4_tile_linear,
     },
@@ -27,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def usable(bits: int) -> list:
-    names = ["plain"]
+    names = ["plain", "block"] if bits == 4 and blocks.available() else ["plain"]
     if vectors.products_available():
         names.append("vector")
         if tiles.bytes_available():
@@ -192,7 +201,7 @@ def test_weights_that_have_four_bits_are_kept():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [1, 4, 7, 8, 9, 16, 17, 33, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 70])
 @pytest.mark.parametrize(
     ("outer", "inner", "bias"), [(64, 64, False), (33, 50, True), (500, 1500, True)]
 )
@@ -208,8 +217,9 @@ def test_products(bits, rows, outer, inner, bias):
         torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["plain", "vector", "tile"])
+@pytest.mark.parametrize(
+    ("bits", "name"), [(bits, name) for bits, kernels in KERNELS.items() for name in kernels]
+)
 def test_a_row_is_the_same_alone_and_in_any_batch(bits, name, threads):
     kernel = KERNELS[bits][name]
     if kernel not in usable(bits):

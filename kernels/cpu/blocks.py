@@ -1,0 +1,265 @@
+"""Products of a few rows by 16 outputs or more, whose sums stay in registers, as numba intrinsics.
+Which rows and outputs go together is part of the code, so each number of rows has code of its own,
+and all of it is made by one function for each kind of weight.
+
+A row's sum is made in the order of its inputs, by the same steps in the code for every number of
+rows: the number of rows doesn't change its bits.
+
+`multiply_bfloat16` is plain arithmetic; the others need instructions of AVX2:
+
+    words   pairs of int16 are multiplied and added up to int32 (vpmaddwd)
+    halves  pairs of bytes, unsigned by signed, to int16 (vpmaddubsw), which saturates. A half of a
+            byte is at most 15, so a pair comes to 3,810 at most, and the eight of a group fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+_OUTPUTS = 16
+_HALF_OUTPUTS = 8  # what a register of AVX2 has
+_PLACE = types.int64
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this processor has AVX2 and fused multiplication and addition."""
+    features = llvm.get_host_cpu_features()
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return bool(x86 and features.get("avx2") and features.get("fma") and features.get("f16c"))
+
+
+def _vector(kind: ir.Type, lanes: int) -> ir.VectorType:
+    return ir.VectorType(kind, lanes)
+
+
+def _constant(kind: ir.Type, lanes: int, value: int) -> ir.Constant:
+    return ir.Constant(_vector(kind, lanes), [value] * lanes)
+
+
+def _moved(b: ir.IRBuilder, place: ir.Value, offset: int) -> ir.Value:
+    return b.add(place, _I64(offset)) if offset else place
+
+
+def _load(b: ir.IRBuilder, place: ir.Value, kind: ir.Type) -> ir.Value:
+    return b.load(b.inttoptr(place, kind.as_pointer()), align=1)
+
+
+def _store(b: ir.IRBuilder, place: ir.Value, value: ir.Value) -> None:
+    b.store(value, b.inttoptr(place, value.type.as_pointer()), align=1)
+
+
+def _part(b: ir.IRBuilder, value: ir.Value, first: int, lanes: int) -> ir.Value:
+    places = ir.Constant(_vector(_I32, lanes), [*range(first, first + lanes)])
+    return b.shuffle_vector(value, value, places)
+
+
+def _spread(b: ir.IRBuilder, place: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
+    """What is at this address in every lane."""
+    undefined = ir.Constant(_vector(kind, lanes), ir.Undefined)
+    first = b.insert_element(undefined, _load(b, place, kind), _I32(0))
+    return b.shuffle_vector(first, undefined, _constant(_I32, lanes, 0))
+
+
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(function, values)
+
+
+def _fused(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z, rounded once."""
+    return _call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+
+
+def _repeat(
+    b: ir.IRBuilder,
+    times: ir.Value,
+    values: list[ir.Value],
+    turn: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+) -> list[ir.Value]:
+    """`values` after `times` (1 or more) turns, each of which gets its number."""
+    before, again = b.block, b.append_basic_block("turn")
+    after = b.append_basic_block("after")
+    b.branch(again)
+    b.position_at_end(again)
+    number, kept = b.phi(_I64), [b.phi(value.type) for value in values]
+    results = turn(number, list(kept))
+    following, last = b.add(number, _I64(1)), b.block
+    starts, ends = [_I64(0), *values], [following, *results]
+    for phi, start, end in zip([number, *kept], starts, ends, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(end, last)
+    b.cbranch(b.icmp_signed("<", following, times), again, after)
+    b.position_at_end(after)
+    return results
+
+
+def _places(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
+    return [b.add(first, b.mul(stride, _I64(i))) for i in range(count)]
+
+
+def _emit(signature: Any, make: Callable[..., None]) -> Any:
+    def generate(context, builder, signature, args):
+        make(builder, *args)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_bfloat16(typing_context, rows, strips, x, x_stride, w, w_stride, pairs, y, y_stride):
+    """y [rows, strips x 16] float32 from x float32 and `strips` times 16 outputs of a packed weight
+    (tiles.pack), w_stride bytes apart; 2 x pairs inputs. Strides are in bytes.
+
+    A bfloat16 is the high half of a float32, and of two inputs that lie together one is there.
+    """
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    real, whole = _vector(_F32, _OUTPUTS), _vector(_I32, _OUTPUTS)
+
+    def make(b, rows, strips, x, x_stride, w, w_stride, pairs, y, y_stride):
+        x_rows, w_strips = _places(b, x, x_stride, num_rows), _places(b, w, w_stride, num_strips)
+
+        def turn(number, sums):
+            offset, sums = b.mul(number, _I64(8)), list(sums)
+            w_offset = b.mul(number, _I64(64))
+            for strip, place in enumerate(w_strips):
+                both = _load(b, b.add(place, w_offset), whole)
+                even = b.shl(both, _constant(_I32, _OUTPUTS, 16))
+                odd = b.and_(both, _constant(_I32, _OUTPUTS, 0xFFFF0000))
+                for i, bits in enumerate((even, odd)):
+                    weights = b.bitcast(bits, real)
+                    for row, own in enumerate(x_rows):
+                        value = _spread(b, _moved(b, b.add(own, offset), 4 * i), _F32, _OUTPUTS)
+                        n = row * num_strips + strip
+                        sums[n] = _fused(b, value, weights, sums[n])
+            return sums
+
+        zeros = [ir.Constant(real, None)] * (num_rows * num_strips)
+        sums = _repeat(b, pairs, zeros, turn)
+        for row, own in enumerate(_places(b, y, y_stride, num_rows)):
+            for strip in range(num_strips):
+                _store(b, _moved(b, own, strip * 64), sums[row * num_strips + strip])
+
+    return _emit(types.void(rows, strips, *[_PLACE] * 7), make)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_words(typing_context, rows, strips, x, x_stride, w, w_stride, pairs, out):
+    """out [rows, strips, 16] int32 from x int16 and `strips` times 16 outputs of a weight of signed
+    bytes [pairs, 16, 2], w_stride bytes apart.
+    """
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    lanes, words = 2 * _HALF_OUTPUTS, _vector(_I16, 2 * _HALF_OUTPUTS)
+    whole = _vector(_I32, _HALF_OUTPUTS)
+
+    def make(b, rows, strips, x, x_stride, w, w_stride, pairs, out):
+        x_rows, w_strips = _places(b, x, x_stride, num_rows), _places(b, w, w_stride, num_strips)
+
+        def turn(number, sums):
+            sums = list(sums)
+            x_offset, w_offset = b.mul(number, _I64(4)), b.mul(number, _I64(32))
+            for strip, place in enumerate(w_strips):
+                parts = []
+                for half in range(2):
+                    there = _moved(b, b.add(place, w_offset), half * 16)
+                    parts.append(b.sext(_load(b, there, _vector(_I8, lanes)), words))
+                for row, own in enumerate(x_rows):
+                    pair = _spread(b, b.add(own, x_offset), _I32, _HALF_OUTPUTS)
+                    pair = b.bitcast(pair, words)
+                    for half, weights in enumerate(parts):
+                        n = (row * num_strips + strip) * 2 + half
+                        product = _call(b, "llvm.x86.avx2.pmadd.wd", whole, weights, pair)
+                        sums[n] = b.add(sums[n], product)
+            return sums
+
+        zeros = [ir.Constant(whole, None)] * (num_rows * num_strips * 2)
+        for n, value in enumerate(_repeat(b, pairs, zeros, turn)):
+            _store(b, _moved(b, out, n * 32), value)
+
+    return _emit(types.void(rows, strips, *[_PLACE] * 6), make)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_halves(
+    typing_context, rows, x, x_stride, scales, totals, stride, w, groups, num_groups, out
+):
+    """out [rows, 16] float32: the groups' sums of int4_linear.py, added up by the same steps as
+    there. x int8, x_stride bytes a row; scales and totals of its groups, `stride` bytes a row; w
+    and groups of 16 outputs.
+    """
+    num_rows, halves = rows.literal_value, range(2)
+    lanes = 4 * _HALF_OUTPUTS
+    small, words = _vector(_I8, lanes), _vector(_I16, 2 * _HALF_OUTPUTS)
+    whole, real = _vector(_I32, _HALF_OUTPUTS), _vector(_F32, _HALF_OUTPUTS)
+    ones, low = _constant(_I16, 2 * _HALF_OUTPUTS, 1), _constant(_I8, lanes, 15)
+
+    def make(b, rows, x, x_stride, scales, totals, stride, w, groups, num_groups, out):
+        x_rows = _places(b, x, x_stride, num_rows)
+        scale_rows = _places(b, scales, stride, num_rows)
+        total_rows = _places(b, totals, stride, num_rows)
+
+        def unpack(place):
+            """Inputs 8i .. 8i + 3, then the next four, each for both halves of the outputs."""
+            both = [_load(b, _moved(b, place, 32 * half), small) for half in halves]
+            shifted = [
+                b.lshr(b.bitcast(value, words), _constant(_I16, 2 * _HALF_OUTPUTS, 4))
+                for value in both
+            ]
+            return [
+                [b.and_(value, low) for value in both],
+                [b.and_(b.bitcast(value, small), low) for value in shifted],
+            ]
+
+        def turn(number, results):
+            results, sums = list(results), {}
+            x_offset, offset = b.mul(number, _I64(32)), b.mul(number, _I64(4))
+            place = b.add(w, b.mul(number, _I64(256)))
+            for i in range(4):
+                for j, weights in enumerate(unpack(_moved(b, place, 64 * i))):
+                    for row, own in enumerate(x_rows):
+                        there = _moved(b, b.add(own, x_offset), 8 * i + 4 * j)
+                        four = b.bitcast(_spread(b, there, _I32, _HALF_OUTPUTS), small)
+                        for half in halves:
+                            name = "llvm.x86.avx2.pmadd.ub.sw"
+                            product = _call(b, name, words, weights[half], four)
+                            known = sums.get((row, half))
+                            sums[row, half] = b.add(known, product) if known else product
+            own_groups = b.add(groups, b.mul(number, _I64(64)))
+            for half in halves:
+                steps, bases = (
+                    b.fpext(
+                        _load(
+                            b,
+                            _moved(b, own_groups, 32 * i + 16 * half),
+                            _vector(ir.HalfType(), _HALF_OUTPUTS),
+                        ),
+                        real,
+                    )
+                    for i in range(2)
+                )
+                for row in range(num_rows):
+                    n = row * 2 + half
+                    name = "llvm.x86.avx2.pmadd.wd"
+                    total = b.sitofp(_call(b, name, whole, sums[row, half], ones), real)
+                    scale = _spread(b, b.add(scale_rows[row], offset), _F32, _HALF_OUTPUTS)
+                    results[n] = _fused(b, b.fmul(total, scale), steps, results[n])
+                    x_total = _spread(b, b.add(total_rows[row], offset), _F32, _HALF_OUTPUTS)
+                    results[n] = _fused(b, x_total, bases, results[n])
+            return results
+
+        zeros = [ir.Constant(real, None)] * (num_rows * 2)
+        for n, value in enumerate(_repeat(b, num_groups, zeros, turn)):
+            _store(b, _moved(b, out, n * 32), value)
+
+    return _emit(types.void(rows, *[_PLACE] * 9), make)
