@@ -19,6 +19,7 @@ import torch
 
 from ..kernels.cpu import embedding, int4_linear, int8_linear, linear, quantize, tiles, vectors
 from ..kernels.cpu.openmp import Kernel
+from ..mq.errors import ConfigError
 from .layers import Layout, Linear
 from .program import Operation
 
@@ -62,6 +63,12 @@ class QuantizedLayout(Layout):
         is_head: bool = False,
     ) -> QuantizedLinear:
         return QuantizedLinear(self, parts, biases, 8 if is_head else self.bits)
+
+    def check_experts(self) -> None:
+        raise ConfigError(
+            f"quantization = 'int{self.bits}': a mixture of experts isn't quantized on device "
+            "'cpu'; it takes 'none'"
+        )
 
     def ties(self) -> bool:
         return False
