@@ -25,6 +25,7 @@ from ..kernels.cpu.rope import rope_and_cache
 from ..mq.kv_groups import deal
 from . import rope
 from .attention import AttentionBackend, Geometry, choose_backend
+from .experts import ExpertBuffers, Mixture, expert_kernels
 from .input_batch import InputBatch, Step
 from .layers import Embedding, Layout, Linear
 from .models.llama import SANDWICH, LlamaConfig
@@ -37,9 +38,13 @@ ACTIVATIONS = {"silu": silu_mul_kernel, "gelu_tanh": gelu_mul_kernel}
 
 
 class _Layer:
-    """The weights of one layer, in the order in which they are used."""
+    """The weights of one layer, in the order in which they are used. It has a mixture of experts,
+    or gate_up and down.
+    """
 
-    def __init__(self, c: LlamaConfig, layout: Layout, source: WeightSource, prefix: str) -> None:
+    def __init__(
+        self, c: LlamaConfig, layout: Layout, source: WeightSource, prefix: str, is_sparse: bool
+    ) -> None:
         def linear(names: dict[str, int], inputs: int, bias: bool) -> Linear:
             parts = [
                 source.take(f"{prefix}{n}.weight", (size, inputs)) for n, size in names.items()
@@ -76,12 +81,24 @@ class _Layer:
         self.attention_update_norm, self.mlp_update_norm = (
             norm(name, c.hidden_size) if name else None for name in names[1:]
         )
+        self.mixture: Mixture | None = None
+        if is_sparse:
+            self.mixture = Mixture(c, layout, source, prefix)
+            return
         self.gate_up = linear(
             {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size},
             c.hidden_size,
             c.mlp_bias,
         )
         self.down = linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
+
+    @property
+    def num_bytes(self) -> int:
+        if self.mixture is not None:
+            mlp = self.mixture.num_bytes
+        else:
+            mlp = self.gate_up.num_bytes + self.down.num_bytes
+        return self.qkv.num_bytes + self.output.num_bytes + mlp
 
 
 class Update(NamedTuple):
@@ -104,13 +121,14 @@ class CpuDecoder:
         source: WeightSource,
         progress: Callable[[int, int], None],
         group: Group | None = None,
+        by_expert: bool = False,
     ) -> None:
-        """config, source: of the whole model; a rank of `group` has its part of it. Raises
-        ConfigError where it can't be split so.
+        """config, source: of the whole model; a rank of `group` has its part of it (by_expert:
+        sharding.py). Raises ConfigError where it can't be split so.
         """
         self._group = group or Alone()
         self._vocab_size = config.vocab_size
-        sharding = Sharding(config, self._group.rank, self._group.size)
+        sharding = Sharding(config, self._group.rank, self._group.size, by_expert)
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
         self.groups = deal(c.windows)
@@ -140,7 +158,8 @@ class CpuDecoder:
         self._layers = []
         for i in range(c.num_layers):
             progress(i, c.num_layers)
-            self._layers.append(_Layer(c, self._layout, source, f"model.layers.{i}."))
+            prefix = f"model.layers.{i}."
+            self._layers.append(_Layer(c, self._layout, source, prefix, c.is_sparse(i)))
         source.finish(
             lambda name: (
                 name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
@@ -152,19 +171,15 @@ class CpuDecoder:
         """Every kernel that `bind` binds."""
         own = [ACTIVATIONS[self._config.activation], self._backend.kernel]
         own += [exchange_kernel] if self._group.size > 1 else []
+        own += expert_kernels(self._layout) if self._config.experts is not None else []
         return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:
         """Of the weights."""
-        linears = [
-            m
-            for layer in self._layers
-            for m in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
         return (
             self._embedding.num_bytes
             + self._head.num_bytes
-            + sum(linear.num_bytes for linear in linears)
+            + sum(layer.num_bytes for layer in self._layers)
         )
 
     def describe(self) -> dict[str, str]:
@@ -180,11 +195,11 @@ class CpuDecoder:
         self._hidden_TH = torch.zeros(tokens, c.hidden_size)
         self._x_TH = torch.zeros(tokens, pad(c.hidden_size), dtype=dtype)
         self._x_TQ = torch.zeros(tokens, pad(c.heads * c.head_size), dtype=dtype)
-        self._x_TI = torch.zeros(tokens, pad(c.intermediate_size), dtype=dtype)
-        self._update_TH = torch.zeros(tokens, self._layers[0].down.width)
-        self._wide_TN = torch.zeros(
-            tokens, max(self._layers[0].qkv.width, self._layers[0].gate_up.width)
-        )
+        self._x_TI = torch.zeros(tokens, pad(c.dense_size), dtype=dtype)
+        self._update_TH = torch.zeros(tokens, pad(c.hidden_size))
+        self._wide_TN = torch.zeros(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
+        if c.experts is not None:
+            self._experts = ExpertBuffers(self._layout, c.experts, c.hidden_size, tokens)
         self._last_SH = torch.zeros(sequences, pad(c.hidden_size), dtype=dtype)
         self._logits_SV = torch.zeros(sequences, self._head.width)
         self._attention = self._backend(self.geometry, batch, max_model_len, num_blocks)
@@ -244,8 +259,18 @@ class CpuDecoder:
             self._norm(
                 rows, Update(update_TH, layer.attention_update_norm), layer.mlp_norm, self._x_TH
             ),
+            *self._bind_mlp(layer, rows),
+            *self._group.sum(rows, update_TH),
+        ]
+
+    def _bind_mlp(self, layer: _Layer, rows: np.ndarray) -> list[Operation]:
+        c, wide, update_TH = self._config, self._wide_TN, self._update_TH
+        activation = ACTIVATIONS[c.activation]
+        if layer.mixture is not None:
+            return layer.mixture.bind(rows, self._x_TH, self._experts, activation, update_TH)
+        return [
             *layer.gate_up.bind(rows, self._x_TH, wide),
-            ACTIVATIONS[c.activation].bind(
+            activation.bind(
                 self.geometry.dtype,
                 rows=rows,
                 gate_up=wide,
@@ -255,7 +280,6 @@ class CpuDecoder:
                 out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
             ),
             *layer.down.bind(rows, self._x_TI, update_TH),
-            *self._group.sum(rows, update_TH),
         ]
 
     def _norm(

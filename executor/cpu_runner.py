@@ -72,6 +72,7 @@ class CpuModelRunner:
             source,
             lambda n, total: progress("loading weights", n, total),
             group,
+            config.enable_expert_parallel,
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)

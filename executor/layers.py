@@ -63,6 +63,13 @@ class Layout:
         """A linear layer in this layout; is_head: it makes logits."""
         return Linear(self, parts, biases)
 
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [outputs, inputs] as kernels read it."""
+        return tiles.pack(weight) if self.packed else weight
+
+    def check_experts(self) -> None:
+        """Raises ConfigError where experts can't be in this layout."""
+
     def ties(self) -> bool:
         """Whether an embedding can use the weight of the output layer that it is tied to."""
         return True
@@ -106,7 +113,7 @@ class Linear:
             )
 
     def _pack(self, weight: torch.Tensor) -> Any:
-        return tiles.pack(weight) if self._layout.packed else weight
+        return self._layout.pack(weight)
 
     @property
     def num_bytes(self) -> int:

@@ -29,6 +29,7 @@ from ..kernels.cpu import (
     vectors,
 )
 from ..kernels.cpu.openmp import Kernel
+from ..mq.errors import ConfigError
 from .layers import Layout, Linear
 from .program import Operation
 
@@ -84,6 +85,12 @@ class QuantizedLayout(Layout):
         is_head: bool = False,
     ) -> QuantizedLinear:
         return QuantizedLinear(self, parts, biases, 8 if is_head else self.bits)
+
+    def check_experts(self) -> None:
+        raise ConfigError(
+            f"quantization = 'int{self.bits}': a mixture of experts isn't quantized on device "
+            "'cpu'; it takes 'none'"
+        )
 
     def ties(self) -> bool:
         return False

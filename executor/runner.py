@@ -35,6 +35,7 @@ _NEUTRAL_IN_POOLING = {
     "num_gpu_blocks_override": None,
     "kv_cache_memory_bytes": None,
     "tensor_parallel_size": 1,
+    "enable_expert_parallel": False,
 }
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 PARALLEL = ("cpu", "fake")  # devices whose runner can be one of several ranks

@@ -5,10 +5,12 @@
     o                     by heads (inputs): the ranks' results are parts of a sum
     gate, up              by outputs
     down                  by inputs: the ranks' results are parts of a sum
+    an expert's           alike, by its own inner size; or, with enable_expert_parallel, an expert
+                          is whole on one of the ranks: what the others add to the sum is zeros
     embedding, head       by tokens of the vocabulary, rounded up: the last ranks' parts end in
                           zeros. A rank embeds the tokens that it has and makes zeros of the others,
                           so embeddings are summed, too; and tied weights stay one table
-    norms                 whole
+    norms, router         whole
 
 Biases go with outputs. Where inputs are split, rank 0 alone has the bias, and the others zeros.
 
@@ -20,6 +22,7 @@ only has to sum after embedding, o and down, and to gather the logits.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ import torch.nn.functional as F
 
 from ..mq.board import MAX_READERS
 from ..mq.errors import ConfigError
-from .models.llama import LlamaConfig
+from .models.llama import Experts, LlamaConfig
 from .weights import WeightSource
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
@@ -49,6 +52,9 @@ SPLITS = {
     "gate_proj": Split(OUTPUTS, "intermediate_size"),
     "up_proj": Split(OUTPUTS, "intermediate_size"),
     "down_proj": Split(INPUTS, "intermediate_size"),
+    "w1": Split(OUTPUTS, "expert_size"),
+    "w3": Split(OUTPUTS, "expert_size"),
+    "w2": Split(INPUTS, "expert_size"),
     "embed_tokens": Split(OUTPUTS, "vocab_size"),
     "lm_head": Split(OUTPUTS, "vocab_size"),
 }
@@ -67,10 +73,11 @@ class Sharding:
     """The part of `rank` among `size`. Raises ConfigError where the model can't be split so.
 
     local: what the rank declares. parts: of each dimension that is split, by its name in SPLITS.
+    by_expert: experts are dealt to the ranks instead of split.
     """
 
-    def __init__(self, config: LlamaConfig, rank: int, size: int) -> None:
-        _check(config, size)
+    def __init__(self, config: LlamaConfig, rank: int, size: int, by_expert: bool = False) -> None:
+        _check(config, size, by_expert)
         self.rank, self.size = rank, size
         heads = config.heads // size
         kv_heads = max(1, config.kv_heads // size)
@@ -86,6 +93,18 @@ class Sharding:
             "intermediate_size": _part(config.intermediate_size, rank * inner, inner),
             "vocab_size": _part(config.vocab_size, rank * tokens, tokens),
         }
+        self.held: range | None = None  # the experts that are whole on this rank
+        if config.experts is not None:
+            self.local.experts = self._share(config.experts, by_expert)
+
+    def _share(self, experts: Experts, by_expert: bool) -> Experts:
+        if by_expert:
+            held = experts.num // self.size
+            self.held = range(self.rank * held, (self.rank + 1) * held)
+            return dataclasses.replace(experts, first=self.held.start, held=held)
+        inner = experts.inner_size // self.size
+        self.parts["expert_size"] = _part(experts.inner_size, self.rank * inner, inner)
+        return dataclasses.replace(experts, inner_size=inner)
 
     def weights(self, source: WeightSource) -> WeightSource:
         """The rank's part of the weights of `source`."""
@@ -112,10 +131,15 @@ class ShardedWeights:
         assert shape is not None
         assert not part
         assert dtype is None, "quantised checkpoints aren't split"
-        module = name.split(".")[-2]
-        if module.endswith("norm"):
+        *_, kind, number, module, _ = f"..{name}".split(".")
+        if module.endswith("norm") or module == "gate":
             return self._source.take(name, shape)
-        split = SPLITS[module]
+        split, sharding = SPLITS[module], self._sharding
+        if kind == "experts":
+            if sharding.held is not None:
+                there = () if int(number) in sharding.held else (slice(0),)
+                return self._source.take(name, shape, there)
+            split = split._replace(by="expert_size")
         if split.dim >= len(shape):
             bias = self._source.take(name, shape)
             return torch.zeros_like(bias) if self._sharding.rank else bias
@@ -138,17 +162,43 @@ def _part(whole: int, first: int, count: int, unit: int = 1) -> Part:
     return Part(whole * unit, start * unit, stop * unit, count * unit)
 
 
-def _divides(config: LlamaConfig, size: int) -> bool:
+def _inner(config: LlamaConfig, by_expert: bool) -> dict[str, int]:
+    """What of the feed-forward layers must be split evenly, in words."""
+    experts, sizes = config.experts, {}
+    if experts is None or not all(experts.sparse):
+        sizes[f"a feed-forward size of {config.intermediate_size}"] = config.intermediate_size
+    if experts is not None and by_expert:
+        sizes[f"{experts.num} experts"] = experts.num
+    elif experts is not None:
+        sizes[f"experts of size {experts.inner_size}"] = experts.inner_size
+    return sizes
+
+
+def _divides(config: LlamaConfig, size: int, by_expert: bool) -> bool:
     few, many = sorted((config.kv_heads, size))
-    return not (config.heads % size or config.intermediate_size % size or many % few)
+    inner = _inner(config, by_expert).values()
+    return not (config.heads % size or many % few or any(number % size for number in inner))
 
 
-def _check(config: LlamaConfig, size: int) -> None:
-    if _divides(config, size):
+def _check(config: LlamaConfig, size: int, by_expert: bool) -> None:
+    if by_expert and config.experts is None:
+        raise ConfigError(
+            "enable_expert_parallel = True: this model is dense, it has no experts; leave it False"
+        )
+    if by_expert and size == 1:
+        raise ConfigError(
+            "enable_expert_parallel = True: deals experts to ranks, and tensor_parallel_size is 1; "
+            "with experts dealt it takes 2 or more"
+        )
+    if _divides(config, size, by_expert):
         return
-    sizes = [str(n) for n in range(1, MAX_READERS + 1) if _divides(config, n)]
+    sizes = [str(n) for n in range(1, MAX_READERS + 1) if _divides(config, n, by_expert)]
+    *others, last = [
+        f"{config.heads} heads",
+        f"{config.kv_heads} KV heads",
+        *_inner(config, by_expert),
+    ]
     raise ConfigError(
-        f"tensor_parallel_size = {size}: {config.heads} heads, {config.kv_heads} KV heads and a "
-        f"feed-forward size of {config.intermediate_size} can't be split so; this model takes "
-        f"{', '.join(sizes)}"
+        f"tensor_parallel_size = {size}: {', '.join(others)} and {last} can't be split so; this "
+        f"model takes {', '.join(sizes)}"
     )

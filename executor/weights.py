@@ -9,7 +9,7 @@ model would not be the one that was trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..mq.errors import ModelLoadError
+from .models.llama import Experts
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,6 +43,25 @@ class WeightSource(Protocol):
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Raise ModelLoadError if there are tensors that were not taken and are not `ignored`."""
+
+
+def take_experts(
+    source: WeightSource, experts: Experts, hidden_size: int, layer: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Gate and up [inner, hidden] and down [hidden, inner] of each expert that is held, in order.
+
+    layer: what the names of the layer's tensors begin with. Others' tensors are taken, too, so that
+    files are checked whole; of these a source for ranks gives nothing.
+    """
+    wide, narrow = (experts.inner_size, hidden_size), (hidden_size, experts.inner_size)
+    for number in range(experts.num):
+        prefix = f"{layer}{experts.block}experts.{number}."
+        gate, up, down = (
+            source.take(f"{prefix}{name}.weight", shape)
+            for name, shape in zip(experts.names, (wide, wide, narrow), strict=True)
+        )
+        if 0 <= number - experts.first < experts.held:
+            yield gate, up, down
 
 
 class SafetensorsWeights:

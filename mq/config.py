@@ -97,6 +97,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             extra={"short": "-tp"},
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="deal whole experts to the ranks of tensor_parallel_size, instead of "
+            "splitting each. Device cpu alone"
+        ),
+    ] = False
     enforce_eager: Annotated[
         bool,
         Meta(description="no CUDA graphs: starts sooner, decodes slower. Device cuda alone"),

@@ -33,6 +33,7 @@ DEVICE_DEFAULTS: dict[str, dict[str, int]] = {
 ONLY_ON = {
     "num_threads": "cpu",
     "memory_utilization": "cpu",
+    "enable_expert_parallel": "cpu",
     "gpu_memory_utilization": "cuda",
     "enforce_eager": "cuda",
     "kv_cache_dtype": "cuda",

@@ -72,6 +72,11 @@ MODELS = {
     "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 2}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA),
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+MIXTURES = {
+    "qwen3 experts": ("Qwen3MoeForCausalLM", {**EXPERTS, "mlp_only_layers": [1]}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": 24}),
+}
 SMALL = {
     "dtype": "float32",
     "block_size": 4,
@@ -111,7 +116,7 @@ def make_model(folder, name):
     from ringcast.executor.layers import Layout
     from ringcast.executor.models import find_model
 
-    architecture, changes = MODELS[name]
+    architecture, changes = (MODELS | MIXTURES)[name]
     hf_config = {**SHAPE, "architectures": [architecture], **changes}
     weights = RandomWeights()
     declared = find_model(architecture).check(hf_config)
@@ -222,6 +227,26 @@ def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
     assert statistics["chunked_prefills"] > 2
     assert statistics["prefix_cache_hits"] > 0
     several.scheduler.check()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_split_and_dealt(spec_of, engine, reference, prompts, name, size):
+    one, greedy, _ = reference(name)
+    for by_expert in (False, True):
+        several = engine(spec_of(name), size, enable_expert_parallel=by_expert)
+        assert_same(one, run_greedy(several, prompts), greedy)
+        for i in range(len(prompts)):
+            assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
+        several.scheduler.check()
+
+
+def test_experts_of_a_dense_model(spec_of, ranks):
+    config = build(
+        EngineConfig, {**SMALL, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    )
+    with pytest.raises(RuntimeError, match="enable_expert_parallel = True: this model is dense"):
+        ranks.load(config, spec_of("qwen3"))
 
 
 def test_a_tight_pool_preempts(spec_of, engine, reference, prompts):

@@ -36,6 +36,7 @@ from ...mq.kv_groups import deal
 from ..models.llama import LlamaConfig
 from ..weights import WeightSource
 from .batch import GpuBatch
+from .experts import ExpertRunner, ExpertWeights
 from .linears import AnyLinear, Linear, OneTokenLinear
 from .rope_tables import RopeTable, make_rope_table
 from .schemes import Scheme
@@ -130,7 +131,7 @@ class GpuDecoder:
     def representatives(self) -> list[int]:
         """A layer of each kind: all others launch the same kernels on other tensors."""
         kinds = {
-            (layer.window, layer.rope, *map(type, layer.linears)): i
+            (layer.window, layer.rope, type(layer.mlp), *map(type, layer.linears)): i
             for i, layer in enumerate(self._layers)
         }
         return sorted(kinds.values())
@@ -148,19 +149,27 @@ class GpuDecoder:
         self._residual_TH, self._x_TH, self._update_TH = (
             buffer(tokens, c.hidden_size) for _ in range(3)
         )
-        self._wide_TW = buffer(tokens, max(self._qkv_size, 2 * c.intermediate_size)).view(-1)
+        self._wide_TW = buffer(tokens, max(self._qkv_size, 2 * c.dense_size)).view(-1)
         self._q_TQ, self._attended_TQ = buffer(tokens, q), buffer(tokens, q)
-        self._inner_TI = buffer(tokens, c.intermediate_size)
+        self._inner_TI = buffer(tokens, c.dense_size)
         self._last_NH = buffer(batch.capacity, c.hidden_size)
         self.logits_NV = buffer(batch.capacity, c.vocab_size)
         self._workspace.make(tokens, self._dtype, self._device)
         self._parts = batch_linear_scratch(
-            MOST_FEW, max(self._qkv_size, 2 * c.intermediate_size, c.vocab_size), self._device
+            MOST_FEW, max(self._qkv_size, 2 * c.dense_size, c.vocab_size), self._device
         )
+        if c.experts is not None:
+            self._experts = ExpertRunner(
+                c.experts, c.activation, c.hidden_size, tokens, self._dtype, self._device
+            )
         self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, self._device)
         self._ropes: list[RopeTable] = [
             make_rope_table(each, c.head_size, max_model_len, self._device) for each in c.ropes
         ]
+
+    def distinct_steps(self, most: int) -> list[int]:
+        """Numbers of tokens up to `most` that make a difference to a mixture of experts."""
+        return [] if self._config.experts is None else self._experts.steps(most)
 
     def set_cache(self, num_blocks: int) -> torch.Tensor:
         """Make the cache: [layers of a group, 2, blocks, kv heads, block size, D]."""
@@ -250,6 +259,9 @@ class GpuDecoder:
         attend(layer, work, pdl)
         added = self._update(work, layer.output, self._attended_TQ[:tokens], pdl)
         self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
+        if isinstance(layer.mlp, ExpertWeights):
+            self._experts.run(layer.mlp, x_TH, self._update_TH[:tokens], pdl=pdl)
+            return False
         if not self._few_product(work, layer.gate_up, x_TH, inner_TI, pdl, c.activation):
             gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
             layer.gate_up.into(x_TH, gate_up_TN, pdl)
@@ -397,6 +409,11 @@ class GpuDecoder:
             self._few(residual, layer.qkv, qkv, pdl, norm=layer.input_norm)
             self._attend_single(layer, work, pdl)
             self._few(attended, layer.output, residual, pdl, add_to=residual)
+            if isinstance(layer.mlp, ExpertWeights):
+                self._norm(layer.mlp_norm, 1, True, None, pdl)
+                x = self._x_TH[:1]
+                self._experts.run(layer.mlp, x, residual, add_to_TH=residual, pdl=pdl)
+                return True
             self._few(residual, layer.gate_up, inner, pdl, layer.mlp_norm, c.activation)
             self._few(inner, layer.down, residual, pdl, add_to=residual)
             return True

@@ -88,7 +88,7 @@ class WarmUp:
         while size < most:
             tokens.append(size)
             size *= 4
-        return [*tokens, most]
+        return sorted({*tokens, most, *self._decoder.distinct_steps(most)})
 
     def _nowhere(self) -> torch.Tensor:
         return torch.full((1,), -1, dtype=torch.int32, device=self._batch.inputs.device)

@@ -17,10 +17,11 @@ import torch
 
 from ...kernels.gpu.fp8_linear import ALIGNMENT, FP8, quantize_weight
 from ...kernels.gpu.int4_linear import Int4Weight
-from ...mq.errors import ModelLoadError
+from ...mq.errors import ConfigError, ModelLoadError
 from ..models.llama import SANDWICH, LlamaConfig
 from ..quantization import Fp8Checkpoint, Int4Checkpoint
-from ..weights import WeightSource
+from ..weights import WeightSource, take_experts
+from .experts import ExpertWeights
 from .int4_checkpoints import read_int4
 from .linears import AnyLinear, Fp8Linear, Int4Linear, Linear, Workspace
 from .schemes import Fp8AtLoad, Scheme
@@ -31,8 +32,8 @@ CACHE_SCALES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scal
 
 class Layer(NamedTuple):
     """The weights of one layer, and where it is: its group of layers, its place there, its window,
-    its rotation. Norms are float32, and those that a model doesn't have None. The scales are of
-    what is in the KV cache.
+    its rotation. mlp: gate and up as one, and down. Norms are float32, and those that a model
+    doesn't have None. The scales are of what is in the KV cache.
     """
 
     input_norm: torch.Tensor
@@ -42,8 +43,7 @@ class Layer(NamedTuple):
     output: AnyLinear
     attention_update_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: AnyLinear
-    down: AnyLinear
+    mlp: tuple[AnyLinear, AnyLinear] | ExpertWeights
     mlp_update_norm: torch.Tensor | None
     group: int
     place: int
@@ -53,8 +53,19 @@ class Layer(NamedTuple):
     v_scale: float
 
     @property
+    def gate_up(self) -> AnyLinear:
+        assert not isinstance(self.mlp, ExpertWeights)
+        return self.mlp[0]
+
+    @property
+    def down(self) -> AnyLinear:
+        assert not isinstance(self.mlp, ExpertWeights)
+        return self.mlp[1]
+
+    @property
     def linears(self) -> tuple[AnyLinear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        mlp = () if isinstance(self.mlp, ExpertWeights) else self.mlp
+        return self.qkv, self.output, *mlp
 
 
 class WeightReader:
@@ -208,13 +219,8 @@ class WeightReader:
 
     def layer(self, index: int, group: int, place: int) -> Layer:
         c, prefix = self._c, f"model.layers.{index}."
-        q, kv, hidden, inner = (
-            c.heads * c.head_size,
-            c.kv_heads * c.head_size,
-            c.hidden_size,
-            c.intermediate_size,
-        )
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        q, kv, hidden = c.heads * c.head_size, c.kv_heads * c.head_size, c.hidden_size
+        attention = f"{prefix}self_attn."
         before_mlp, *after = SANDWICH if c.sandwich else ("post_attention_layernorm", None, None)
         updates = [self.norm(prefix + name, hidden) if name else None for name in after]
         head_norms = [
@@ -231,8 +237,7 @@ class WeightReader:
             output=self.linear(attention, {"o_proj": hidden}, q, c.output_bias),
             attention_update_norm=updates[0],
             mlp_norm=self.norm(prefix + before_mlp, hidden),
-            gate_up=self.linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, c.mlp_bias),
-            down=self.linear(mlp, {"down_proj": hidden}, inner, c.mlp_bias),
+            mlp=self._experts(prefix) if c.is_sparse(index) else self._dense(prefix),
             mlp_update_norm=updates[1],
             group=group,
             place=place,
@@ -241,6 +246,35 @@ class WeightReader:
             k_scale=self._cache_scale(attention, "k"),
             v_scale=self._cache_scale(attention, "v"),
         )
+
+    def _dense(self, layer: str) -> tuple[AnyLinear, AnyLinear]:
+        c, mlp = self._c, f"{layer}mlp."
+        inner, hidden, bias = c.intermediate_size, c.hidden_size, c.mlp_bias
+        gate_up = self.linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias)
+        return gate_up, self.linear(mlp, {"down_proj": hidden}, inner, bias)
+
+    def _experts(self, layer: str) -> ExpertWeights:
+        experts, hidden = self._c.experts, self._c.hidden_size
+        assert experts is not None
+        if isinstance(self._scheme, Fp8AtLoad):
+            raise ConfigError(
+                "quantization = 'fp8': a mixture of experts isn't quantized on device 'cuda'; it "
+                "takes 'none'"
+            )
+        if self._scheme is not None:
+            raise ModelLoadError(
+                f"config.json: quantized weights (quantization_config: {self._scheme}) are not "
+                "supported in a mixture of experts; those of 16 bits are"
+            )
+        router = self.stack({f"{layer}{experts.block}gate.weight": experts.num}, hidden)
+        inner = experts.inner_size
+        gate_up_ENH = self._empty((experts.held, 2 * inner, hidden), self._dtype)
+        down_EHI = self._empty((experts.held, hidden, inner), self._dtype)
+        for i, (gate, up, down) in enumerate(take_experts(self._source, experts, hidden, layer)):
+            gate_up_ENH[i, :inner].copy_(gate)
+            gate_up_ENH[i, inner:].copy_(up)
+            down_EHI[i].copy_(down)
+        return ExpertWeights(Linear(router, None), gate_up_ENH, down_EHI)
 
     def _cache_scale(self, attention: str, which: str) -> float:
         """1.0 where there is none, or where the cache keeps the model's type."""

@@ -12,8 +12,10 @@ MODELS = {
     "Gemma3ForCausalLM": "ringcast.executor.models.gemma3:GEMMA3",
     "LlamaForCausalLM": "ringcast.executor.models.llama:LLAMA",
     "MistralForCausalLM": "ringcast.executor.models.llama:MISTRAL",
+    "MixtralForCausalLM": "ringcast.executor.models.mixtral:MIXTRAL",
     "Qwen2ForCausalLM": "ringcast.executor.models.llama:QWEN2",
     "Qwen3ForCausalLM": "ringcast.executor.models.llama:QWEN3",
+    "Qwen3MoeForCausalLM": "ringcast.executor.models.qwen3_moe:QWEN3_MOE",
 }
 
 

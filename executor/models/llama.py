@@ -40,19 +40,42 @@ class Family:
         return LlamaConfig(self, hf_config)
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that some layers have instead of a feed-forward layer: a router gives
+    each token to `chosen` of `num` experts, whose results are added up by its weights.
+
+    inner_size: of one expert. first, held: those that are here, all but on a rank of several.
+    renormalize: the weights of the chosen ones add up to one; otherwise each is its share among
+    all. sparse: for each layer, whether it has experts. names: of the block in its layer, and of an
+    expert's gate, up and down.
+    """
+
+    num: int
+    chosen: int
+    inner_size: int
+    renormalize: bool
+    sparse: tuple[bool, ...]
+    block: str
+    names: tuple[str, str, str]
+    first: int
+    held: int
+
+
 class LlamaConfig:
     """config.json, checked. Raises ModelLoadError naming what is missing or not supported.
 
     quantization: how the checkpoint's linear layers are, but for the head's; None: not at all.
     norm_offset: added to the weights of norms. sandwich: what a block adds to the residual stream
     has a norm of its own. ropes: the kinds of rotation, and rope_of: each layer's. windows: each
-    layer's sliding window, 0 for none.
+    layer's sliding window, 0 for none. experts: None where every layer is dense.
     """
 
     activation = "silu"  # or "gelu_tanh"
     norm_offset = 0.0
     sandwich = False
     embedding_scale = 1.0
+    experts: Experts | None = None
 
     def __init__(self, family: Family, hf: dict[str, Any]) -> None:
         def whole(name: str, default: int | None = None) -> int:
@@ -92,6 +115,14 @@ class LlamaConfig:
         self.windows = self._windows(family, hf)
         self.ropes = self._ropes(hf)
         self.rope_of = [0] * self.num_layers
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.sparse[layer]
+
+    @property
+    def dense_size(self) -> int:
+        """intermediate_size; 0 where no layer is dense."""
+        return 0 if self.experts and all(self.experts.sparse) else self.intermediate_size
 
     def _check_activation(self, hf: dict[str, Any]) -> None:
         require(hf, "hidden_act", "silu")

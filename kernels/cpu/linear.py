@@ -30,7 +30,7 @@ def linear(
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _dots(x, weight, bias, has_bias, y, first, last):
+def dots(x, weight, bias, has_bias, y, first, last):
     """y[:, first:last], four outputs at a time so that each x is widened once for four weights."""
     size = x.shape[1]
     n = first
@@ -70,7 +70,7 @@ def _row_linear(p, chunk, chunks):
     bias = carray(pointer(a.bias, F32), (a.outer,))
     y = carray(pointer(a.y, F32), (rows, a.outer))
     first, last = a.outer * chunk // chunks, a.outer * (chunk + 1) // chunks
-    _dots(x, weight, bias, a.bias != 0, y, first, last)
+    dots(x, weight, bias, a.bias != 0, y, first, last)
 
 
 # rows: address of the number of rows. x [rows, inner], weight [outer, inner], bias float32 [outer]
@@ -98,7 +98,7 @@ def _start(accumulators, bias, n):
 
 
 @njit(error_model="numpy")
-def _tile_32(x, weight, bias, y, n, depth, outer):
+def tile_32(x, weight, bias, y, n, depth, outer):
     """17 to 32 rows by 32 columns: tiles 0 to 3 accumulate, 4 and 5 hold x, 6 and 7 weights."""
     stride, y_stride = depth * 64, outer * 4
     w = weight + (n // 16) * depth * 1024
@@ -120,7 +120,7 @@ def _tile_32(x, weight, bias, y, n, depth, outer):
 
 
 @njit(error_model="numpy")
-def _tile_16(x, weight, bias, y, n, depth, outer):
+def tile_16(x, weight, bias, y, n, depth, outer):
     """1 to 16 rows by 32 columns."""
     stride, y_stride = depth * 64, outer * 4
     w = weight + (n // 16) * depth * 1024
@@ -150,9 +150,9 @@ def _tile_linear(p, chunk, chunks):
             x, y = a.x + t * a.inner * 2, a.y + t * a.outer * 4
             for pair in range(first, end):
                 if here > 16:
-                    _tile_32(x, a.weight, a.bias, y, pair * 32, depth, a.outer)
+                    tile_32(x, a.weight, a.bias, y, pair * 32, depth, a.outer)
                 else:
-                    _tile_16(x, a.weight, a.bias, y, pair * 32, depth, a.outer)
+                    tile_16(x, a.weight, a.bias, y, pair * 32, depth, a.outer)
             t += 32
         first = end
     tiles.release()

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ringcast.executor.models import find_model
 from ringcast.executor.sharding import Sharding
-from ringcast.executor.weights import DummyWeights, SafetensorsWeights
+from ringcast.executor.weights import DummyWeights, SafetensorsWeights, take_experts
 from ringcast.mq.errors import ConfigError, ModelLoadError
 
 HIDDEN, HEAD, INNER, VOCABULARY = 6, 4, 12, 11
@@ -95,6 +95,77 @@ def test_biases_and_norms():
     assert not second.any()
     for norm in parts(2, "a.input_layernorm.weight", lambda c: (HIDDEN,)):
         assert torch.equal(norm, whole(HIDDEN))
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+
+
+def of_experts(rank, size, by_expert, **changes):
+    """The rank's gates, ups and downs, what it has read of them, and its declaration."""
+    whole = find_model("MixtralForCausalLM").check({**SHAPE, **MIXTRAL, **changes})
+    sharding, source = Sharding(whole, rank, size, by_expert), Whole()
+    local = sharding.local
+    taken = list(take_experts(sharding.weights(source), local.experts, HIDDEN, "model.layers.0."))
+    assert len(source.read) == 3 * 4
+    return taken, source.read, local
+
+
+def test_experts_are_split_by_their_size():
+    for rank in range(2):
+        taken, read, local = of_experts(rank, 2, False)
+        assert (local.experts.held, local.experts.inner_size) == (4, INNER // 2)
+        assert sum(read.values()) == 4 * 3 * HIDDEN * INNER // 2
+        for gate, up, down in taken:
+            assert torch.equal(gate, whole(INNER, HIDDEN).chunk(2)[rank])
+            assert torch.equal(up, gate)
+            assert torch.equal(down, whole(HIDDEN, INNER).chunk(2, 1)[rank])
+
+
+def test_experts_are_dealt_whole():
+    for rank in range(2):
+        taken, read, local = of_experts(rank, 2, True)
+        assert (local.experts.first, local.experts.held) == (2 * rank, 2)
+        assert local.experts.inner_size == INNER
+        here = {name for name, size in read.items() if size}
+        assert {name.split(".")[5] for name in here} == {str(2 * rank), str(2 * rank + 1)}
+        assert len(taken) == 2
+        for gate, _, down in taken:
+            assert torch.equal(gate, whole(INNER, HIDDEN))
+            assert torch.equal(down, whole(HIDDEN, INNER))
+
+
+def test_every_rank_has_the_router():
+    for by_expert in (False, True):
+        config = find_model("MixtralForCausalLM").check({**SHAPE, **MIXTRAL})
+        weights = Sharding(config, 1, 2, by_expert).weights(Whole())
+        gate = weights.take("model.layers.0.block_sparse_moe.gate.weight", (4, HIDDEN))
+        assert torch.equal(gate, whole(4, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("by_expert", "changes", "size", "reason"),
+    [
+        (False, {"intermediate_size": 10}, 4, "experts of size 10 can't be split so; .* 1, 2$"),
+        (True, {"num_local_experts": 6}, 4, "and 6 experts can't be split so; .* 1, 2$"),
+    ],
+)
+def test_numbers_of_experts_that_work_are_named(by_expert, changes, size, reason):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size}: .*{reason}"):
+        of_experts(0, size, by_expert, **changes)
+
+
+def test_dealt_experts_may_have_any_size():
+    assert of_experts(1, 2, True, intermediate_size=7)[2].experts.held == 2
+
+
+def test_one_rank_has_nobody_to_deal_experts_to():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 1; with experts dealt it takes"):
+        of_experts(0, 1, True)
+
+
+def test_a_dense_model_has_no_experts_to_deal():
+    with pytest.raises(ConfigError, match="enable_expert_parallel = True: this model is dense"):
+        Sharding(declared(), 0, 2, by_expert=True)
 
 
 def test_a_rank_reads_its_part_only():

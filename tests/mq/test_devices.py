@@ -134,6 +134,7 @@ OTHER = {
     "gpu_memory_utilization": 0.25,
     "enforce_eager": True,
     "kv_cache_dtype": "fp8",
+    "enable_expert_parallel": True,
 }
 
 

@@ -17,7 +17,7 @@ from kernels.gpu.devices import DEVICE
 from safetensors.torch import save_file
 
 from ringcast.executor.cpu_runner import CpuModelRunner
-from ringcast.executor.gpu import decoder, sampler
+from ringcast.executor.gpu import decoder, experts, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
 from ringcast.kernels.gpu import few_linear, few_linear_table, step
@@ -57,6 +57,21 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3 experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+    },
+}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 MAX_MODEL_LEN = 128
 NUM_BLOCKS = 60
@@ -64,7 +79,7 @@ NUM_BLOCKS = 60
 
 def make_model(folder: Path, name: str, **changes: object) -> ModelSpec:
     """A folder with random weights, large enough to make tokens differ."""
-    config = SHAPE | MODELS[name] | changes
+    config = SHAPE | (MODELS | MIXTURES)[name] | changes
     torch.manual_seed(len(name))
     tensors = dict(_tensors(config))
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,14 +118,29 @@ def _tensors(config: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
+            **_feed_forward(config, i, hidden, inner),
         }
         for name, shape in linears.items():
             yield f"{prefix}{name}.weight", _random(*shape)
             if config.get("attention_bias"):
                 yield f"{prefix}{name}.bias", _random(shape[0])
+
+
+def _feed_forward(
+    config: dict[str, Any], layer: int, hidden: int, inner: int
+) -> dict[str, tuple[int, int]]:
+    block, names, num = "mlp", ("gate_proj", "up_proj", "down_proj"), config.get("num_experts")
+    if "Mixtral" in config["architectures"][0]:
+        block, names, num = "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
+    prefixes = [f"{block}."]
+    if num and layer not in config.get("mlp_only_layers", ()):
+        inner = config.get("moe_intermediate_size", inner)
+        prefixes = [f"{block}.experts.{number}." for number in range(num)]
+    linears = {f"{block}.gate": (num, hidden)} if len(prefixes) > 1 else {}
+    for prefix in prefixes:
+        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+        linears |= {prefix + name: shape for name, shape in zip(names, shapes, strict=True)}
+    return linears
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -235,7 +265,7 @@ def random_tokens(seed: int, length: int) -> list[int]:
 @pytest.fixture(scope="session")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name) for name in MODELS}
+    return {name: make_model(folder / name, name) for name in MODELS | MIXTURES}
 
 
 def load(spec: ModelSpec, kind: type[Any], *place: Any, **options: Any) -> Any:
@@ -265,9 +295,13 @@ KERNELS = (
 )
 
 
+EXPERT_KERNELS = ("combine", "expert_down", "expert_gate_up")
+
+
 def take_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most kernels' references, which take the same arguments."""
     users = [(decoder, name) for name in KERNELS]
+    users += [(experts, name) for name in EXPERT_KERNELS]
     users += [(sampler, "sample_plain")]
     users += [(step, name) for name in ("append_tokens", "apply_changes", "lay_out_tokens")]
     for user, name in users:

@@ -122,7 +122,7 @@ def graphs_of(runner: GpuModelRunner) -> None:
 
 def check_steps(folder: Path) -> dict[str, Any]:
     report = {}
-    for name, graphs in itertools.product(MODELS, (True, False)):
+    for name, graphs in itertools.product((*MODELS, "qwen3 experts"), (True, False)):
         runner, warm_up = make_runner(name, folder, graphs)
         with torch.inference_mode():
             known = {variant.data for variant in warm_up.variants()}

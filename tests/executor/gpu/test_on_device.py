@@ -52,7 +52,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "query_pre_attn_scalar": 64,
     },
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "Mixtral": {"num_local_experts": 4, "sliding_window": 40},
 }
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+# In 16 bits a token of a mixture may have another expert, where two are about as likely.
+LIKELIEST = [
+    (family, dtype)
+    for family in FAMILIES
+    for dtype in TOLERANCES
+    if dtype == "float32" or family not in ("Qwen3Moe", "Mixtral")
+]
 ALL_STEPS = {
     "device": "cuda",
     "max_num_seqs": 40,
@@ -153,15 +169,12 @@ def likelihoods(model: Any, tokens: list[int], first: int) -> list[tuple[float, 
     return list(zip((own - logits.amax(-1)).tolist(), logits.std(-1).tolist(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.05), ("bfloat16", 0.25)]
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_transformers_likeliest(family, dtype, tolerance, theirs):
+@pytest.mark.parametrize(("family", "dtype"), LIKELIEST)
+def test_tokens_are_transformers_likeliest(family, dtype, theirs):
     spec, model = theirs(family)
     for prompt, tokens in zip(PROMPTS, generate(spec, PROMPTS, 30, dtype=dtype), strict=True):
         for loss, deviation in likelihoods(model, tokens, len(prompt)):
-            assert -loss <= tolerance * deviation
+            assert -loss <= TOLERANCES[dtype] * deviation
 
 
 def test_long_prompts_behind_captured_graphs(theirs):

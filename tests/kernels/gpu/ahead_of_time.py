@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ringcast.kernels.gpu import decode_attention as decode
-from ringcast.kernels.gpu import few_linear, fp8_linear, int4_linear, rope
+from ringcast.kernels.gpu import expert_routing, experts, few_linear, fp8_linear, int4_linear, rope
 from ringcast.kernels.gpu import fused_decode_attention as fused
 from ringcast.kernels.gpu import prefill_attention as prefill
 
@@ -123,8 +123,33 @@ def compile_linears(outputs: int, inputs: int, group: int, dtype: torch.dtype) -
         few_linear.few_linear(x[:1], w, out[:1, :size], **how)
 
 
+def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    """All of a mixture's launches, by each plan."""
+    gate_up = torch.zeros(num, 2 * inner, hidden, dtype=dtype, device="meta")
+    down = torch.zeros(num, hidden, inner, dtype=dtype, device="meta")
+    for tokens in (1, *(int(most * num / chosen) for most, _ in experts.PLANS), 8192):
+        plan = experts.choose_plan(tokens * chosen, num, 2)
+        count = experts.num_blocks(tokens, chosen, num, plan.rows)
+        blocks = expert_routing.make_blocks(count, count * plan.rows, num, "cpu")
+        x, y = (torch.zeros(n, hidden, dtype=dtype) for n in (tokens, tokens * chosen))
+        of_slots = torch.zeros(count * plan.rows, inner, dtype=dtype, device="meta")
+        chosen_TC, weights_TC = ints(tokens, chosen), torch.zeros(tokens, chosen)
+        logits, held = torch.zeros(tokens, num, dtype=dtype), {"first": 0, "held": num}
+        if expert_routing.is_direct(tokens):
+            few = {"blocks": blocks, "rows": plan.rows, **held}
+            expert_routing.route(logits, chosen_TC, weights_TC, renormalize=True, pdl=True, **few)
+        else:
+            expert_routing.dispatch(chosen_TC, blocks, rows=plan.rows, pdl=True, **held)
+        shape = {"rows": plan.rows, "count": count, "pdl": True}
+        up = {"chosen": chosen, "config": plan.gate_up, **shape}
+        experts.expert_gate_up(x, gate_up, blocks, of_slots, "silu", **up)
+        experts.expert_down(of_slots, down, blocks, weights_TC, y, config=plan.down, **shape)
+        experts.combine(y, chosen_TC, x, **held, pdl=True)
+
+
 if __name__ == "__main__":
-    for module in (decode, fused, prefill, rope, int4_linear, fp8_linear, few_linear):
+    mixtures = (experts, expert_routing)
+    for module in (decode, fused, prefill, rope, int4_linear, fp8_linear, few_linear, *mixtures):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 setattr(module, name, Compiler(getattr(module, name)))
@@ -132,6 +157,7 @@ if __name__ == "__main__":
         compile_attention(heads=16, kv_heads=8, size=128, window=0, block_size=64, cache=cache)
         compile_attention(heads=9, kv_heads=3, size=64, window=0, block_size=16, cache=cache)
         compile_attention(heads=4, kv_heads=1, size=256, window=512, block_size=64, cache=cache)
+    compile_experts(num=128, chosen=8, hidden=2048, inner=768, dtype=BF16)
     for dtype in (BF16, torch.float16):
         compile_linears(6144, 4096, 128, dtype)
         compile_linears(960, 576, 32, dtype)

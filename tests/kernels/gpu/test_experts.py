@@ -1,0 +1,399 @@
+"""A mixture of experts against its references: experts without tokens, all tokens to one, one
+token, odd sizes, NaN-filled outputs, places beyond 32 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.gpu.devices import DEVICE, DTYPES
+
+from ringcast.kernels.gpu.expert_routing import (
+    DIRECT_TOKENS,
+    dispatch,
+    dispatch_reference,
+    is_direct,
+    make_blocks,
+    most_blocks,
+    route,
+    route_reference,
+)
+from ringcast.kernels.gpu.experts import (
+    LARGEST_PLAN,
+    PLANS,
+    ExpertConfig,
+    ExpertPlan,
+    choose_plan,
+    combine,
+    combine_reference,
+    expert_down,
+    expert_down_reference,
+    expert_gate_up,
+    expert_gate_up_reference,
+    num_blocks,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SMALL = ExpertConfig(outputs=16, block=32, warps=4, stages=2)
+ALL = [plan for _, plan in PLANS] + [LARGEST_PLAN]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def nans(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def ints(*shape: int, value: int = -7) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.int32, device=DEVICE)
+
+
+def random_experts(tokens: int, num: int, chosen: int) -> torch.Tensor:
+    rows = torch.rand(tokens, num, device=DEVICE).argsort(1)[:, :chosen]
+    return rows.to(torch.int32).contiguous()
+
+
+def empty_blocks(tokens: int, chosen: int, held: int, rows: int):
+    """One block more than can be in use."""
+    blocks = num_blocks(tokens, chosen, held, rows) + 1
+    made = make_blocks(blocks, blocks * rows, held, DEVICE)
+    for tensor in made:
+        tensor.fill_(-7)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "num", "chosen"), [(1, 1, 1), (5, 7, 3), (9, 128, 8), (2, 4, 4)]
+)
+def test_route(tokens, num, chosen, renormalize, dtype):
+    logits = random(tokens, num + 8, dtype=dtype)[:, :num]
+    got, want = ((ints(tokens + 1, chosen), nans(tokens + 1, chosen)) for _ in range(2))
+    for function, (experts, weights) in ((route, got), (route_reference, want)):
+        function(logits, experts[:tokens], weights[:tokens], renormalize=renormalize)
+        assert (experts[tokens] == -7).all()
+        assert weights[tokens].isnan().all()
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1][:tokens], want[1][:tokens], rtol=1e-5, atol=1e-6)
+
+
+def test_of_equal_experts_the_first_are_chosen():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 0.0, 2.0]], device=DEVICE)
+    for function in (route, route_reference):
+        function(logits, experts := ints(1, 4), weights := nans(1, 4), renormalize=True)
+        assert experts.tolist() == [[1, 2, 4, 0]]
+        assert weights.sum().item() == pytest.approx(1.0)
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist():
+    logits = nans(2, 5)
+    logits[1, 3] = 1.0
+    route(logits, experts := ints(2, 3), weights := ints(2, 3).float(), renormalize=True)
+    assert experts.tolist() == [[0, 1, 2], [3, 0, 1]]
+    assert weights.isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, DIRECT_TOKENS])
+def test_a_few_tokens_are_laid_out_as_they_are_routed(tokens):
+    """A block for each pair; pairs of experts that aren't held are padding."""
+    chosen, rows, first, held = 3, 16, 2, 4
+    logits = random(tokens, 8)
+    blocks = empty_blocks(tokens, chosen, held, rows)
+    experts, pairs = ints(tokens, chosen), tokens * chosen
+    shape = {"rows": rows, "first": first, "held": held}
+    route(logits, experts, nans(tokens, chosen), renormalize=True, blocks=blocks, **shape)
+    assert blocks.used_1.item() == pairs
+    slots = blocks.pairs_S[: pairs * rows].view(pairs, rows)
+    assert (slots[:, 1:] == -1).all()
+    for pair, expert in enumerate(experts.flatten().tolist()):
+        is_held = first <= expert < first + held
+        assert slots[pair, 0].item() == (pair if is_held else -1)
+        assert blocks.experts_B[pair].item() == (expert - first if is_held else 0)
+    assert (blocks.pairs_S[pairs * rows :] == -7).all()
+    assert blocks.experts_B[pairs].item() == -7
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "num", "chosen", "first", "held"),
+    [(5, 4, 1, 0, 4), (33, 7, 2, 0, 7), (33, 7, 2, 2, 3), (700, 3, 2, 0, 3), (6, 20, 8, 0, 20)],
+)
+def test_dispatch(tokens, num, chosen, first, held, rows):
+    experts = random_experts(tokens, num, chosen)
+    got, want = (empty_blocks(tokens, chosen, held, rows) for _ in range(2))
+    dispatch(experts, got, rows=rows, first=first, held=held)
+    dispatch_reference(experts, want, rows=rows, first=first, held=held)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("which", [0, 3, 4])
+def test_all_tokens_to_one_expert(which):
+    tokens, held, rows = 40, 5, 16
+    experts = torch.full((tokens, 1), which, dtype=torch.int32, device=DEVICE)
+    got, want = (empty_blocks(tokens, 1, held, rows) for _ in range(2))
+    dispatch(experts, got, rows=rows, first=0, held=held)
+    dispatch_reference(experts, want, rows=rows, first=0, held=held)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+    assert got.used_1.item() == 3
+
+
+def test_no_token_has_an_expert_that_is_held():
+    blocks = empty_blocks(6, 2, 3, 16)
+    dispatch(random_experts(6, 4, 2), blocks, rows=16, first=4, held=3)
+    assert blocks.used_1.item() == 0
+    assert (blocks.pairs_S == -7).all()
+
+
+def test_no_spread_of_pairs_needs_more_blocks():
+    for pairs, held, rows in [(1, 5, 16), (40, 5, 16), (100, 3, 16), (64, 64, 16)]:
+        worst = 0
+        for alone in range(min(held, pairs + 1)):  # experts with one pair, and one with the rest
+            rest = pairs - alone
+            worst = max(worst, alone + -(-rest // rows))
+        assert worst <= most_blocks(pairs, held, rows) <= pairs
+
+
+def mixture(tokens, num, chosen, hidden, inner, dtype, *, experts=None, first=0, held=None):
+    """Inputs of the products: what the router would have made of them, laid out."""
+    held = num if held is None else held
+    if experts is None:
+        experts = random_experts(tokens, num, chosen)
+    weights = torch.rand(tokens, chosen, device=DEVICE)
+    x = random(tokens, hidden + 16, dtype=dtype)[:, :hidden]
+    gate_up = (random(held, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (random(held, hidden, inner) / inner**0.5).to(dtype)
+    return experts, weights, x, gate_up, down, first, held
+
+
+def run(parts, plan, activation, reference, pdl=False):
+    """The three of them: inner rows, rows of pairs, and rows of tokens."""
+    experts, weights, x, gate_up, down, first, held = parts
+    (tokens, chosen), dtype = experts.shape, x.dtype
+    hidden, inner = down.shape[1:]
+    # As sorted ones, even where there are few.
+    count = most_blocks(tokens * chosen, held, plan.rows)
+    blocks = make_blocks(count, count * plan.rows, held, DEVICE)
+    for tensor in blocks:
+        tensor.fill_(-1)
+    dispatch_reference(experts, blocks, rows=plan.rows, first=first, held=held)
+    inner_SI = nans(count * plan.rows, inner + 8, dtype=dtype)[:, :inner]
+    y_PH = nans(tokens * chosen, hidden + 8, dtype=dtype)[:, :hidden]
+    out_TH = nans(tokens + 1, hidden, dtype=dtype)
+    names = (
+        (expert_gate_up_reference, expert_down_reference, combine_reference)
+        if reference
+        else (expert_gate_up, expert_down, combine)
+    )
+    shape = {"rows": plan.rows, "count": count, "pdl": pdl}
+    names[0](x, gate_up, blocks, inner_SI, activation, chosen=chosen, config=plan.gate_up, **shape)
+    names[1](inner_SI, down, blocks, weights, y_PH, config=plan.down, **shape)
+    names[2](y_PH, experts, out_TH[:tokens], first=first, held=held, pdl=pdl)
+    assert out_TH[tokens].isnan().all()
+    return inner_SI, y_PH, out_TH[:tokens]
+
+
+def compare(parts, plan, activation="silu", pdl=False):
+    tolerance = TOLERANCE[parts[2].dtype]
+    got, want = run(parts, plan, activation, False, pdl), run(parts, plan, activation, True)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "num", "chosen", "hidden", "inner", "activation"),
+    [(1, 4, 2, 64, 32, "silu"), (7, 3, 1, 17, 5, "gelu_tanh"), (21, 4, 2, 96, 50, "silu")],
+)
+def test_products(tokens, num, chosen, hidden, inner, activation, dtype):
+    plan = ExpertPlan(16, SMALL, SMALL)
+    parts = mixture(tokens, num, chosen, hidden, inner, dtype)
+    _, y_PH, out_TH = compare(parts, plan, activation)
+    assert not y_PH.isnan().any()
+    assert not out_TH.isnan().any()
+
+
+def test_one_expert_has_all_tokens_and_the_others_none():
+    experts = torch.full((37, 1), 2, dtype=torch.int32, device=DEVICE)
+    plan = ExpertPlan(16, SMALL, SMALL._replace(outputs=32))
+    compare(mixture(37, 4, 1, 40, 24, torch.float32, experts=experts), plan)
+
+
+def test_experts_that_are_not_held_add_nothing():
+    plan = ExpertPlan(16, SMALL, SMALL)
+    parts = mixture(9, 6, 2, 40, 24, torch.float32, first=2, held=3)
+    _, y_PH, out_TH = compare(parts, plan)
+    held_P = ((parts[0] >= 2) & (parts[0] < 5)).flatten()
+    assert torch.equal(~held_P, y_PH.isnan().all(1))
+    assert not out_TH.isnan().any()
+
+
+@pytest.mark.parametrize("plan", ALL, ids=lambda plan: f"{plan.rows} rows")
+def test_the_plans(plan):
+    compare(mixture(11, 3, 2, 72, 40, torch.float16), plan)
+
+
+def test_a_tokens_result_is_the_same_bits_in_any_batch():
+    plan = ExpertPlan(16, SMALL, SMALL)
+    experts, weights, x, *rest = mixture(24, 3, 2, 64, 16, torch.float16)
+    whole = run((experts, weights, x, *rest), plan, "silu", False)[2]
+    for some in (slice(3, 4), slice(10, 19)):
+        part = (experts[some].contiguous(), weights[some].contiguous(), x[some], *rest)
+        assert torch.equal(run(part, plan, "silu", False)[2], whole[some])
+
+
+def test_combining_in_place():
+    y, experts, stream = random(15, 33), random_experts(5, 6, 3), random(5, 33)
+    want = torch.full_like(stream, float("nan"))
+    combine_reference(y, experts, want, first=1, held=4, add_to_TH=stream)
+    combine(y, experts, stream, first=1, held=4, add_to_TH=stream)
+    torch.testing.assert_close(stream, want, rtol=1e-6, atol=1e-6)
+
+
+def test_plans_grow_with_the_tokens_of_an_expert():
+    rows = [choose_plan(tokens * 8, 128, 2).rows for tokens in (1, 64, 256, 1024, 8192)]
+    assert rows == [16, 16, 32, 64, 128]
+    for itemsize in (2, 4):
+        for tokens in (1, 200, 600, 1600, 8192):
+            plan = choose_plan(tokens * 8, 128, itemsize)
+            for config, tiles in ((plan.gate_up, 2), (plan.down, 1)):
+                shared = (plan.rows + tiles * config.outputs) * config.block * itemsize
+                assert shared * config.stages <= 227 * 1024
+
+
+def test_grids_for_few_tokens_have_a_block_for_each_pair():
+    assert is_direct(DIRECT_TOKENS)
+    assert not is_direct(DIRECT_TOKENS + 1)
+    assert num_blocks(DIRECT_TOKENS, 8, 4, 16) == 32
+    assert num_blocks(64, 8, 128, 16) == 128 + 24
+
+
+def test_what_cant_be_computed_is_refused():
+    experts, weights, x, gate_up, down, first, held = mixture(5, 3, 2, 32, 16, torch.float32)
+    blocks = make_blocks(2, 32, 3, DEVICE)
+    with pytest.raises(ValueError, match="4 chosen of 3 experts"):
+        route(random(5, 3), ints(5, 4), nans(5, 4), renormalize=True)
+    with pytest.raises(ValueError, match=r"both must be \(5, 2\)"):
+        route(random(5, 3), ints(5, 2), nans(4, 2), renormalize=True)
+    with pytest.raises(ValueError, match="5 tokens; dispatch lays out more than 4"):
+        route(random(5, 3), ints(5, 2), nans(5, 2), renormalize=True, blocks=blocks)
+    with pytest.raises(ValueError, match="10 pairs need 3 blocks and 48 slots; there are 2 and 32"):
+        dispatch(experts, blocks, rows=16, first=0, held=3)
+    shape = {"rows": 16, "config": SMALL}
+    with pytest.raises(ValueError, match="'relu'; accepted"):
+        expert_gate_up(x, gate_up, blocks, x, "relu", chosen=2, count=2, **shape)
+    with pytest.raises(ValueError, match="3 blocks of 16 slots; there is room for 2"):
+        expert_gate_up(x, gate_up, blocks, nans(48, 16), "silu", chosen=2, count=3, **shape)
+    with pytest.raises(ValueError, match="they must be alike"):
+        expert_gate_up(x.half(), gate_up, blocks, nans(32, 16), "silu", chosen=2, count=2, **shape)
+    with pytest.raises(ValueError, match=r"out is \(5, 16\)|out \(5, 16\)"):
+        expert_down(nans(32, 16), down, blocks, weights, nans(5, 16), count=2, **shape)
+    with pytest.raises(ValueError, match="have a row for each"):
+        expert_down(nans(32, 16), down, blocks, weights, nans(9, 32), count=2, **shape)
+    with pytest.raises(ValueError, match=r"y is \(9, 32\)"):
+        combine(nans(9, 32), experts, nans(5, 32), first=first, held=held)
+    other = nans(4, 32)
+    with pytest.raises(ValueError, match=r"add_to is \(4, 32\)"):
+        combine(nans(10, 32), experts, nans(5, 32), first=0, held=3, add_to_TH=other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("plan", ALL, ids=lambda plan: f"{plan.rows} rows")
+def test_large_shapes(plan, dtype, pdl):
+    for tokens, num, chosen, hidden, inner in [
+        (1, 128, 8, 2048, 768),
+        (129, 16, 4, 1000, 520),
+        (700, 8, 2, 1024, 1536),
+    ]:
+        compare(mixture(tokens, num, chosen, hidden, inner, dtype), plan, pdl=pdl)
+
+
+@pytest.mark.gpu
+def test_many_pairs_are_laid_out():
+    for tokens, num, chosen in [(8192, 128, 8), (5000, 8, 2)]:
+        experts = random_experts(tokens, num, chosen)
+        for rows in (16, 128):
+            got, want = (empty_blocks(tokens, chosen, num, rows) for _ in range(2))
+            dispatch(experts, got, rows=rows, first=0, held=num)
+            dispatch_reference(experts, want, rows=rows, first=0, held=num)
+            for mine, theirs in zip(got, want, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_weights_and_rows_beyond_two_billion_elements():
+    num, hidden, inner, tokens = 18, 8192, 8192, 40
+    plan = PLANS[0][1]
+    experts = torch.full((tokens, 1), num - 1, dtype=torch.int32, device=DEVICE)
+    gate_up = torch.zeros(num, 2 * inner, hidden, dtype=torch.bfloat16, device=DEVICE)
+    gate_up[-1] = random(2 * inner, hidden, dtype=torch.bfloat16) / hidden**0.5
+    down = torch.zeros(2 * num, hidden, inner, dtype=torch.bfloat16, device=DEVICE)[num:]
+    down[-1] = random(hidden, inner, dtype=torch.bfloat16) / inner**0.5
+    x, weights = random(tokens, hidden, dtype=torch.bfloat16), torch.rand(tokens, 1, device=DEVICE)
+    wide = nans(2, 2**30 + 64, dtype=torch.bfloat16)  # rows of pairs far apart
+    parts = experts, weights, x, gate_up, down, 0, num
+    compare(parts, plan)
+    one = parts[0][:2], parts[1][:2], parts[2][:2], *parts[3:]
+    want = run(one, plan, "silu", True)
+    blocks = make_blocks(2, 32, num, DEVICE)
+    dispatch_reference(one[0], blocks, rows=16, first=0, held=num)
+    y = wide[:, 2**30 - hidden : 2**30]
+    shape = {"rows": 16, "count": 1, "config": plan.down}
+    expert_down(want[0], down, blocks, one[1], y, **shape)
+    torch.testing.assert_close(y, want[1], rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 5, 64])
+def test_a_layer_in_a_graph(tokens):
+    """Each replay takes other tokens to other experts, without the host."""
+    num, chosen, hidden, inner, dtype = 32, 4, 512, 256, torch.bfloat16
+    _, _, _, gate_up, down, *_ = mixture(1, num, chosen, hidden, inner, dtype)
+    router, x = random(num, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
+    plan = choose_plan(tokens * chosen, num, 2)
+    count = num_blocks(tokens, chosen, num, plan.rows)
+    blocks = make_blocks(count, count * plan.rows, num, DEVICE)
+    experts, weights = ints(tokens, chosen), nans(tokens, chosen)
+    logits = nans(tokens, num, dtype=dtype)
+    inner_SI, y_PH = nans(count * plan.rows, inner, dtype=dtype), nans(tokens * chosen, hidden)
+    y_PH, out = y_PH.to(dtype), nans(tokens, hidden, dtype=dtype)
+    where = {"rows": plan.rows, "first": 0, "held": num}
+
+    def step():
+        torch.mm(x, router.T, out=logits)
+        few = {"blocks": blocks, **where} if is_direct(tokens) else {}
+        route(logits, experts, weights, renormalize=True, pdl=True, **few)
+        if not few:
+            dispatch(experts, blocks, pdl=True, **where)
+        shape = {"rows": plan.rows, "count": count, "pdl": True}
+        expert_gate_up(
+            x, gate_up, blocks, inner_SI, "silu", chosen=chosen, config=plan.gate_up, **shape
+        )
+        expert_down(inner_SI, down, blocks, weights, y_PH, config=plan.down, **shape)
+        combine(y_PH, experts, out, first=0, held=num, pdl=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        x.copy_(random(tokens, hidden, dtype=dtype))
+        out.fill_(float("nan"))
+        graph.replay()
+        want_experts, want_weights = ints(tokens, chosen), nans(tokens, chosen)
+        route_reference(logits, want_experts, want_weights, renormalize=True)
+        assert torch.equal(experts, want_experts)
+        parts = want_experts, want_weights, x, gate_up, down, 0, num
+        want = run(parts, plan, "silu", True)[2]
+        torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
