@@ -109,9 +109,10 @@ class ShardedWeights:
         part: tuple[slice, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        assert shape is not None
         assert not part
         assert dtype is None, "quantised checkpoints aren't split"
+        if shape is None:  # a scale of the KV cache
+            return self._source.take(name, None)
         module = name.split(".")[-2]
         if module.endswith("norm"):
             return self._source.take(name, shape)

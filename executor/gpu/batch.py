@@ -9,7 +9,7 @@ A step goes over in one copy, from a pinned slot to `inputs`, whose address neve
     header      number of runs of changes, and where they begin (kernels/gpu/step.py)
     sections    rows, starts, context, decode_context, last, sample_rows, sample_positions: each of
                 fixed place and capacity, padded with what makes a sequence inert
-    tail        changes, tiles of prefill attention, copies of blocks: as many as there are
+    tail        tiles of prefill attention, copies of blocks, changes: as many as there are
 
 There is a slot for each step in flight and one more. A slot is written again only when its step has
 ended and its tokens have been taken.
@@ -237,6 +237,11 @@ class GpuBatch:
         np.add.at(self._num_blocks, rows, 1)
 
     @property
+    def tail(self) -> int:
+        """Where the tail begins, and what is put into it first."""
+        return self._fixed
+
+    @property
     def is_changed(self) -> bool:
         return len(self._changes) > 0
 
@@ -378,6 +383,13 @@ class GpuBatch:
         """All of a decode step of `size` sequences before its forward pass, for a graph."""
         kernels.apply_changes(self.inputs, self.tokens_RL, self.tables_GRB, pdl=pdl)
         self.lay_out_tokens(size, size, 1, pdl)
+
+    def prepare_mixed(self, tokens: int) -> None:
+        """The same of a step of `tokens` with prompts in it, of up to as many sequences as there
+        may be.
+        """
+        kernels.apply_changes(self.inputs, self.tokens_RL, self.tables_GRB, longest=tokens)
+        self.lay_out_tokens(self.capacity, tokens, tokens)
 
     def append(self, samples: int, pdl: bool = False) -> None:
         """The sampled tokens of the first `samples` become known tokens of their rows."""

@@ -61,6 +61,22 @@ def at_least(numbers: list[int], number: int) -> int:
     return numbers[bisect_left(numbers, number)]
 
 
+def capture_graph(
+    launch: Callable[[], None], stream: torch.cuda.Stream, pool: tuple[int, int]
+) -> torch.cuda.CUDAGraph:
+    """Of what `launch` launches on the stream."""
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
+    stream.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph
+
+
 class DecodeGraphs:
     """shape: two bounds are one to a size for which it says the same of both."""
 
@@ -100,16 +116,7 @@ class DecodeGraphs:
     ) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
-        stream.synchronize()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run(*kind)
-            finally:
-                graph.capture_end()
-        return graph
+        return capture_graph(lambda: run(*kind), stream, self._pool)
 
     def find(self, size: int, bound: int, whole: bool) -> torch.cuda.CUDAGraph | None:
         """The graph for a padded decode step, or None where there is none: it has too many

@@ -2,9 +2,12 @@
 that they make together.
 
 `launch` writes a step's inputs into pinned memory and enqueues all of the step on one stream: the
-copy over, the forward pass (a graph for a decode step), sampling, the copy back, an event. It never
+copy over, the forward pass (mostly a graph), sampling, the copy back, an event. It never
 waits for the device, so steps follow each other there without a pause. Tokens are read when the
 event has passed.
+
+A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
+(parallel.py). It copies them back, too: so no rank is ahead of its own steps.
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -14,9 +17,10 @@ each step is over when it is launched; the kernels run under Triton's interprete
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -36,38 +40,38 @@ from . import memory
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, prepare_folder
 from .decoder import GpuDecoder, Work
-from .graphs import DecodeGraphs, at_least, batch_sizes, context_bounds, distinct_bounds
+from .devices import find_device
+from .graphs import (
+    DecodeGraphs,
+    at_least,
+    batch_sizes,
+    capture_graph,
+    context_bounds,
+    distinct_bounds,
+)
+from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
+from .parallel import (
+    Alone,
+    DeviceGroup,
+    Shape,
+    join_devices,
+    join_processes,
+    make_sampler,
+)
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
-from .schemes import choose_cache_dtype, choose_scheme
+from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
 from .stopwatch import Stopwatch
 from .warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
-    return dtype
-
-
-def find_device(rank: int) -> torch.device:
-    """The device of a rank. Raises ConfigError where there is none."""
-    try:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except RuntimeError as error:
-        raise ConfigError(f"device = 'cuda': {error}") from error
-    if rank >= count:
-        raise ConfigError(
-            f"device = 'cuda': rank {rank} needs a device of its own, and torch "
-            f"{torch.__version__} sees {count}"
-        )
-    return torch.device("cuda", rank)
-
-
 class GpuModelRunner:
-    """device: another than the rank's own, such as the CPU in tests."""
+    """device: another than the rank's own, such as the CPU in tests. join: what makes the group of
+    all ranks, where there are several.
+    """
 
     def __init__(
         self,
@@ -75,12 +79,18 @@ class GpuModelRunner:
         spec: ModelSpec,
         rank: int = 0,
         device: torch.device | None = None,
+        group_fd: int = -1,
+        join: Callable[[Shape], DeviceGroup] | None = None,
     ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
+        self._size, self._group_fd = config.tensor_parallel_size, group_fd
+        self._group: DeviceGroup | Alone = Alone()
+        self._join = join or self._join_ranks
         self._device = device or find_device(rank)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._kernels: dict[str, int] = {}  # variants that steps need, and how many were compiled
         self._details: dict[str, str | int | float] = {}
 
@@ -152,7 +162,7 @@ class GpuModelRunner:
 
     def _attention_of(self, size: int, bound: int) -> tuple[DecodeConfig, ...]:
         """How decode attention is launched, for each window of the model's layers."""
-        c = self._model
+        c = self._decoder.config
         row_bytes = c.head_size * self._decoder.cache.element_size()
         return tuple(
             choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
@@ -177,10 +187,15 @@ class GpuModelRunner:
             source = DummyWeights(config.seed or 0, self._device)
         else:
             source = SafetensorsWeights(spec.path)
-        self._model = find_model(spec.architecture).check(spec.hf_config)
-        self._scheme = choose_scheme(config, self._model.quantization, self._dtype, self._device)
+        model = find_model(spec.architecture).check(spec.hf_config)
+        self._scheme = choose_scheme(config, model.quantization, self._dtype, self._device)
+        if self._size > 1 and self._scheme is not None:
+            raise ConfigError(
+                f"tensor_parallel_size = {self._size}: weights that are quantized "
+                f"({self._scheme}) aren't split on device 'cuda'; with them it must be 1"
+            )
         self._decoder = GpuDecoder(
-            self._model,
+            model,
             self._dtype,
             config.block_size,
             source,
@@ -188,6 +203,8 @@ class GpuModelRunner:
             lambda n, total: progress("loading weights", n, total),
             self._scheme,
             choose_cache_dtype(config, self._dtype, self._device),
+            self._rank,
+            self._size,
         )
 
     def _make_buffers(self) -> None:
@@ -204,31 +221,63 @@ class GpuModelRunner:
             pad=lambda sequences: at_least(self._sizes, sequences),
             device=self._device,
         )
-        self._decoder.bind(self._batch, spec.max_model_len)
-        self._sampler = Sampler(
+        c, batch = self._decoder.config, self._batch
+        if self._size > 1:
+            self._group = self._join(
+                Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
+            )
+        self._decoder.bind(batch, spec.max_model_len, self._group)
+        self._sampler = make_sampler(self._make_sampler, self._group)
+        self._work = Work(1, 1, 1)
+        self._prompt_logprobs = PromptLogprobsReader(
+            self._batch, self._prompt_logits, spec.vocab_size
+        )
+
+    def _join_ranks(self, shape: Shape) -> DeviceGroup:
+        if not self._on_gpu:
+            return join_processes(self._rank, self._size, self._group_fd, shape)
+        timeout = self._config.startup_timeout
+        return join_devices(self._rank, self._size, self._group_fd, shape, self._device, timeout)
+
+    def _make_sampler(self) -> Sampler:
+        spec = self._spec
+        return Sampler(
             self._batch.capacity,
             spec.vocab_size,
             spec.eos_token_ids,
             self._batch.tokens_RL,
             self._device,
-            load_processors(config, spec),
+            load_processors(self._config, spec),
         )
-        self._work = Work(1, 1, 1)
-        self._prompt_logprobs = PromptLogprobsReader(
-            self._batch, lambda index: self._decoder.logits(index, self._work), spec.vocab_size
-        )
+
+    def _prompt_logits(self, index: torch.Tensor) -> torch.Tensor | None:
+        logits = self._decoder.logits(index, self._work)
+        return None if self._rank else logits
 
     def _measure_graphs(self, meter: memory.Meter) -> int:
         """Bytes that all graphs will take: the first costs more than each of the others."""
         if not self._uses_graphs or self._stream is None:
             return 0
-        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
-        kinds, before, made = list(graphs.kinds()), meter.used(), []
-        used = []
-        for kind in (kinds[0], kinds[-1]):
-            made.append(graphs.capture_one(self._run_decode, kind, self._stream))
+        graphs, mixed = self._plan_graphs()
+        kinds, before = list(graphs.kinds()), meter.used()
+        first, last, stream = kinds[0], kinds[-1], self._stream
+        measured = [lambda: self._run_decode(*first), lambda: self._run_decode(*last)]
+        measured += [lambda kind=kind: self._run_mixed(kind) for kind in mixed.kinds()[:1]]
+        pool, made, used = torch.cuda.graph_pool_handle(), [], []
+        for launch in measured:
+            made.append(capture_graph(launch, stream, pool))
             used.append(meter.used() - before)
-        return used[0] + max(used[1] - used[0], used[0] // 8) * (len(kinds) - 1)
+        each = [used[0], *(max(b - a, used[0] // 8) for a, b in itertools.pairwise(used))]
+        return each[0] + each[1] * (len(kinds) - 1) + sum(each[2:]) * len(mixed.kinds())
+
+    def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
+        """None of them captured."""
+        most = min(self._batch.max_tokens, self._group.most_tokens)
+        counts = token_counts(most, self._decoder.num_bytes)
+        return (
+            DecodeGraphs(self._sizes, self._bounds, self._attention_of),
+            MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
+        )
 
     def _make_cache(self, terms: memory.Terms, warm_up: WarmUp) -> WorkerReady:
         config, spec = self._config, self._spec
@@ -244,19 +293,23 @@ class GpuModelRunner:
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
-        graphs = DecodeGraphs(self._sizes, self._bounds, self._attention_of)
+        graphs, mixed = self._plan_graphs()
+        decodes = len(list(graphs.kinds()))
+        total = decodes + len(mixed.kinds())
+
+        def tell(done: int) -> None:
+            progress("capturing graphs", done, total)
+
         with memory.room_for("graphs"):
-            graphs.capture(
-                self._run_decode,
-                self._stream,
-                lambda n, total: progress("capturing graphs", n, total),
-            )
-        self._graphs = graphs
+            graphs.capture(self._run_decode, self._stream, lambda done, _: tell(done))
+            mixed.capture(self._run_mixed, self._stream, lambda done, _: tell(decodes + done))
+        self._graphs, self._mixed_graphs = graphs, mixed
 
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
         kv_cache = num_blocks * self._decoder.block_bytes
         self._details = {
             "device": torch.cuda.get_device_name(self._device) if self._on_gpu else "cpu",
+            "ranks": self._size,
             "dtype": str(self._dtype).removeprefix("torch."),
             "quantization": str(self._scheme or "none"),
             "kv_cache_dtype": str(self._decoder.cache_dtype).removeprefix("torch."),
@@ -266,7 +319,7 @@ class GpuModelRunner:
             "kv_cache_bytes": kv_cache,
             "num_blocks": num_blocks,
             "block_size": self._config.block_size,
-            "graphs": len(self._graphs) if self._graphs else 0,
+            "graphs": len(self._graphs or ()) + len(self._mixed_graphs or ()),
             "memory": terms.table(kv_cache),
             **self._kernels,
             **seconds,
@@ -275,6 +328,10 @@ class GpuModelRunner:
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
+
+    def leave(self) -> None:
+        with self._on_stream():
+            self._group.leave()
 
     # --- steps
 
@@ -305,9 +362,10 @@ class GpuModelRunner:
         pending = GpuPending(plan.step, slot, step)
         pending.begin()
         batch.fill(slot, step)
+        mixed = self._find_mixed(step)
+        tiles = self._plan_tiles(slot, step, mixed)
         copies = [slot.put(codec.ints(ids)) for ids in (plan.copy_from, plan.copy_to)]
         num_copies = len(plan.copy_to) // 4
-        tiles = self._plan_tiles(slot, step)
         batch.send(slot)
         self._sampler.upload()
         if num_copies:
@@ -318,7 +376,7 @@ class GpuModelRunner:
             plain = self._sampler.is_plain(step.sampled)
             replayed = self._replay(step, plain)
             if not replayed:
-                self._run(step, tiles)
+                self._run(step, tiles, mixed)
             if not (replayed and plain):
                 self._sample(step, plain, pending)
             if asks:
@@ -328,16 +386,29 @@ class GpuModelRunner:
         pending.end()
         return pending
 
-    def _plan_tiles(self, slot: Slot, step: Step | None) -> tuple[int, int] | None:
-        """Of the sequences that prefill attention serves: their place in the slot's tail, and how
+    def _find_mixed(self, step: Step | None) -> Mixed | None:
+        """The graph of a step with prompts in it, if there is one."""
+        if self._mixed_graphs is None or step is None or step.is_decode:
+            return None
+        return self._mixed_graphs.kind_of(step)
+
+    def _plan_tiles(self, slot: Slot, step: Step | None, mixed: Mixed | None) -> int:
+        """Of the sequences that prefill attention serves, at the beginning of the slot's tail. How
         many.
         """
         if step is None or step.is_decode:
-            return None
+            return 0
         first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
         tiles = plan_tiles(step.lengths[first:], self._decoder.head_group, step.context[first:])
         tiles[0] += first
-        return slot.put(tiles), tiles.shape[1]
+        if mixed is not None:
+            tiles = pad_tiles(tiles, mixed.tiles)
+        place = slot.put(tiles)
+        assert place == self._batch.tail
+        return tiles.shape[1]
+
+    def _tiles(self, count: int) -> torch.Tensor | None:
+        return self._batch.view(self._batch.tail, 2, count) if count else None
 
     def _replay(self, step: Step, plain: bool) -> bool:
         """Run the graph of a decode step, if there is one."""
@@ -351,18 +422,31 @@ class GpuModelRunner:
         self._work = Work(step.tokens, step.decodes, bound)
         return True
 
-    def _run(self, step: Step, tiles: tuple[int, int] | None) -> None:
+    def _run(self, step: Step, tiles: int, mixed: Mixed | None) -> None:
         """The forward pass, and the logits of the sampled tokens."""
         batch, decoder = self._batch, self._decoder
-        batch.apply_changes()
-        sequences = step.decodes if step.is_decode else len(step.rows)
-        batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
-        bound = at_least(self._bounds, step.longest) if step.decodes else 0
-        view = batch.view(tiles[0], 2, tiles[1]) if tiles else None
-        self._work = Work(step.tokens, step.decodes, bound, view)
-        decoder.forward(self._work)
+        if mixed is not None and self._mixed_graphs is not None:
+            self._mixed_graphs.replay(mixed)
+            decoder.resume()
+            self._work = self._work_of(mixed)
+        else:
+            batch.apply_changes()
+            sequences = step.decodes if step.is_decode else len(step.rows)
+            batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
+            bound = at_least(self._bounds, step.longest) if step.decodes else 0
+            self._work = Work(step.tokens, step.decodes, bound, self._tiles(tiles))
+            decoder.forward(self._work)
         if len(step.sampled):
             decoder.logits(batch.last_N[: self._samples(step)], self._work)
+
+    def _run_mixed(self, mixed: Mixed) -> None:
+        """What a graph of a step with prompts is captured from."""
+        self._batch.prepare_mixed(mixed.tokens)
+        self._decoder.forward(self._work_of(mixed))
+
+    def _work_of(self, mixed: Mixed) -> Work:
+        bound = self._bounds[-1] if mixed.decodes else 0
+        return Work(mixed.tokens, mixed.decodes, bound, self._tiles(mixed.tiles))
 
     def _samples(self, step: Step) -> int:
         """Padded: a decode step's are its sequences."""

@@ -123,6 +123,7 @@ def fp8_linear(
 
     On a CUDA device it must be of compute capability 9.0, and K and N multiples of ALIGNMENT.
     """
+    # With a bias and fast accumulation cuBLAS has no algorithm for few tokens of many inputs.
     torch._scaled_mm(
         q_TK,
         weight_NK.t(),
@@ -130,7 +131,7 @@ def fp8_linear(
         scale_N[None],
         bias=bias_N,
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        use_fast_accum=bias_N is None,
         out=out_TN,
     )
 
