@@ -38,7 +38,7 @@ _NEUTRAL_IN_POOLING = {
     "enable_expert_parallel": False,
 }
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
-PARALLEL = ("cpu", "fake")  # devices whose runner can be one of several ranks
+PARALLEL = ("cpu", "fake", "cuda")  # devices whose runner can be one of several ranks
 
 Progress = Callable[[str, int, int], None]
 
@@ -134,12 +134,13 @@ def make_runner(
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
-    place = (rank, group_fd) if config.device in PARALLEL else (rank,)
+    place = {"group_fd": group_fd} if config.device in PARALLEL else {}
     if spec.pooling is not None:
         _check_pooling(config)
-        target, place = ENCODER_RUNNER, (rank,)
+        target, place = ENCODER_RUNNER, {}
     module, _, name = target.partition(":")
-    return cast(ModelRunner, getattr(importlib.import_module(module), name)(config, spec, *place))
+    kind = getattr(importlib.import_module(module), name)
+    return cast(ModelRunner, kind(config, spec, rank, **place))
 
 
 def _check_quantization(config: EngineConfig) -> None:

@@ -128,9 +128,10 @@ class ShardedWeights:
         part: tuple[slice, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        assert shape is not None
         assert not part
         assert dtype is None, "quantised checkpoints aren't split"
+        if shape is None:  # a scale of the KV cache
+            return self._source.take(name, None)
         *_, kind, number, module, _ = f"..{name}".split(".")
         if module.endswith("norm") or module == "gate":
             return self._source.take(name, shape)

@@ -50,6 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stand_ins and _what_lacks("gpu", config) is None:
         items[:] = [item for item in items if item not in stand_ins]
         config.hook.pytest_deselected(items=stand_ins)
+    pairs = [item for item in items if item.get_closest_marker("two_devices")]
+    if pairs and len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:
+        items[:] = [item for item in items if item not in pairs]
+        config.hook.pytest_deselected(items=pairs)
     lacking: dict[str, str | None] = {}
     for item in items:
         for marker in ("slow", "gpu", "model"):

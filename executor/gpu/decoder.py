@@ -8,6 +8,10 @@ layers have it (kernels/gpu/few_linear.py). In decode steps of a few more, produ
 are faster than cuBLAS's bring their activation or the residual add with them
 (kernels/gpu/batch_linear.py).
 
+A rank of several runs its part of the model (sharding.py). What it has for the residual stream is
+part of a sum, which is made where the residual is added or just before (parallel.py); and the
+logits come together on rank 0.
+
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
 
@@ -17,6 +21,7 @@ wider of qkv and gate_up, I inner size, V vocabulary, D head size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,20 +30,18 @@ import torch
 from ...kernels.gpu.activation import gated_activation
 from ...kernels.gpu.batch_linear import batch_linear, batch_linear_scratch
 from ...kernels.gpu.batch_linear_table import configuration
-from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
 from ...kernels.gpu.embedding import embed
 from ...kernels.gpu.few_linear import few_linear
-from ...kernels.gpu.fused_decode_attention import fused_decode_attention
 from ...kernels.gpu.norm import add_rms_norm, rms_norm
-from ...kernels.gpu.prefill_attention import prefill_attention
-from ...kernels.gpu.rope import rope_and_cache
 from ...mq.kv_groups import deal
 from ..models.llama import LlamaConfig
+from ..sharding import Sharding
 from ..weights import WeightSource
+from .attention import Attention
 from .batch import GpuBatch
 from .experts import ExpertRunner, ExpertWeights
 from .linears import AnyLinear, Linear, OneTokenLinear
-from .rope_tables import RopeTable, make_rope_table
+from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
 from .schemes import Scheme
 from .weight_reader import Layer, WeightReader
 
@@ -70,6 +73,8 @@ class GpuDecoder:
     then `forward` and `logits` for every step.
 
     scheme: of the linear layers (schemes.py). cache_dtype: of the KV cache, the model's by default.
+    rank, size: config and source are of the whole model, and a rank of several has its part of it.
+    config: what this rank has of the model. Raises ConfigError where it can't be split so.
     """
 
     def __init__(
@@ -82,8 +87,14 @@ class GpuDecoder:
         progress: Callable[[int, int], None],
         scheme: Scheme | None = None,
         cache_dtype: torch.dtype | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
-        c = self._config = config
+        sharding = Sharding(config, rank, size)
+        c, source = sharding.local, sharding.weights(source)
+        self.config = self._config = c
+        self._first_token = sharding.parts["vocab_size"].start
+        self._group: DeviceGroup | Alone = Alone()
         self.cache_dtype = cache_dtype or dtype
         self._dtype, self._device, self._block_size = dtype, device, block_size
         self.groups = deal(c.windows)
@@ -128,6 +139,12 @@ class GpuDecoder:
         """Query heads per key head."""
         return self._config.heads // self._config.kv_heads
 
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a forward pass runs nothing that other ranks would have to run, too, but kernels
+        of Triton's.
+        """
+        return self._group.at_rest()
+
     def representatives(self) -> list[int]:
         """A layer of each kind: all others launch the same kernels on other tensors."""
         kinds = {
@@ -136,8 +153,10 @@ class GpuDecoder:
         }
         return sorted(kinds.values())
 
-    def bind(self, batch: GpuBatch, max_model_len: int) -> None:
-        """Make the buffers for `batch`."""
+    def bind(
+        self, batch: GpuBatch, max_model_len: int, group: DeviceGroup | Alone | None = None
+    ) -> None:
+        """Make the buffers for `batch`. group: of all ranks, where there are several."""
         c, tokens = self._config, batch.max_tokens
         q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
         self._qkv_size = q + 2 * kv
@@ -145,15 +164,15 @@ class GpuDecoder:
         def buffer(rows: int, size: int) -> torch.Tensor:
             return torch.zeros(rows, size, dtype=self._dtype, device=self._device)
 
-        self._batch = batch
+        self._batch, self._group = batch, group or Alone()
         self._residual_TH, self._x_TH, self._update_TH = (
             buffer(tokens, c.hidden_size) for _ in range(3)
         )
         self._wide_TW = buffer(tokens, max(self._qkv_size, 2 * c.dense_size)).view(-1)
-        self._q_TQ, self._attended_TQ = buffer(tokens, q), buffer(tokens, q)
+        self._attended_TQ = buffer(tokens, q)
         self._inner_TI = buffer(tokens, c.dense_size)
         self._last_NH = buffer(batch.capacity, c.hidden_size)
-        self.logits_NV = buffer(batch.capacity, c.vocab_size)
+        self.logits_NV = self._make_logits(batch.capacity)
         self._workspace.make(tokens, self._dtype, self._device)
         self._parts = batch_linear_scratch(
             MOST_FEW, max(self._qkv_size, 2 * c.dense_size, c.vocab_size), self._device
@@ -162,10 +181,17 @@ class GpuDecoder:
             self._experts = ExpertRunner(
                 c.experts, c.activation, c.hidden_size, tokens, self._dtype, self._device
             )
-        self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, self._device)
-        self._ropes: list[RopeTable] = [
-            make_rope_table(each, c.head_size, max_model_len, self._device) for each in c.ropes
-        ]
+        self._attention = Attention(c, batch, max_model_len, self._dtype, self._device)
+
+    def _make_logits(self, capacity: int) -> torch.Tensor:
+        """Of the whole vocabulary; on other ranks than rank 0, their own part, which nobody reads
+        there.
+        """
+        group = self._group
+        if group.rank:
+            return group.own_logits(capacity)
+        size = group.size * self._config.vocab_size
+        return torch.zeros(capacity, size, dtype=self._dtype, device=self._device)
 
     def distinct_steps(self, most: int) -> list[int]:
         """Numbers of tokens up to `most` that make a difference to a mixture of experts."""
@@ -176,6 +202,7 @@ class GpuDecoder:
         c, layers = self._config, max(len(group.layers) for group in self.groups)
         shape = (layers, 2, num_blocks, c.kv_heads, self._block_size, c.head_size)
         self.cache = torch.zeros(shape, dtype=self.cache_dtype, device=self._device)
+        self._attention.cache = self.cache
         return self.cache
 
     def forward(self, work: Work, layers: Sequence[int] | None = None, pdl: bool = False) -> None:
@@ -183,17 +210,28 @@ class GpuDecoder:
         chosen = self._layers if layers is None else [self._layers[i] for i in layers]
         tokens = work.tokens
         residual_TH = self._residual_TH[:tokens]
-        embed(self._batch.token_ids_T[:tokens], self._table, residual_TH, self._scale, pdl=pdl)
+        self._embed(self._batch.token_ids_T[:tokens], residual_TH, pdl)
         run = self._single_layer if self._is_single(work) else self._layer
         added, update_norm = True, None  # at first there is no update
         for layer in chosen:
             added = run(layer, work, added, update_norm, pdl)
             update_norm = layer.mlp_update_norm
+        if self._group.size > 1 and not added:
+            self._group.sum(self._part_TH, self._update_TH[:tokens], pdl=pdl)
         self._added, self._last_update_norm = added, update_norm
 
     def resume(self) -> None:
         """A graph has done the forward pass of a step with prompts: logits go on from there."""
         self._added, self._last_update_norm = False, self._layers[-1].mlp_update_norm
+
+    def _embed(self, token_ids_T: torch.Tensor, out_TH: torch.Tensor, pdl: bool) -> None:
+        if self._group.size == 1:
+            embed(token_ids_T, self._table, out_TH, self._scale, pdl=pdl)
+            return
+        part_TH = self._group.place(EMBEDDING, out_TH)
+        first = self._first_token
+        embed(token_ids_T, self._table, part_TH, self._scale, first=first, pdl=pdl)
+        self._group.sum(part_TH, out_TH, pdl=pdl)
 
     def _is_single(self, work: Work) -> bool:
         """Whether a step has the way of one token."""
@@ -201,10 +239,22 @@ class GpuDecoder:
 
     def logits(self, index_N: torch.Tensor, work: Work, pdl: bool = False) -> torch.Tensor:
         """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
-        next call.
+        next call. On other ranks than rank 0 nothing to be read.
         """
-        count, tokens, eps = len(index_N), work.tokens, self._config.eps
+        count = len(index_N)
         logits_NV = self.logits_NV[:count]
+        if self._group.size == 1:
+            self._product_of_head(index_N, work, logits_NV, pdl)
+            return logits_NV
+        own_NV = self._group.own_logits(count)
+        self._product_of_head(index_N, work, own_NV, pdl)
+        self._group.gather(own_NV, None if self._group.rank else logits_NV, pdl)
+        return logits_NV
+
+    def _product_of_head(
+        self, index_N: torch.Tensor, work: Work, logits_NV: torch.Tensor, pdl: bool
+    ) -> None:
+        count, tokens, eps = len(index_N), work.tokens, self._config.eps
         residual_TH = self._residual_TH[:tokens]
         if self._is_single(work) and not self._config.sandwich:
             few_linear(
@@ -215,7 +265,7 @@ class GpuDecoder:
                 eps=eps,
                 pdl=pdl,
             )
-            return logits_NV
+            return
         last_NH = self._last_NH[:count]
         if self._added:  # which is a decode step's: its samples are its tokens
             rms_norm(residual_TH[:count], self._final_norm, last_NH, eps, pdl=pdl)
@@ -234,7 +284,6 @@ class GpuDecoder:
             few_linear(last_NH, self._head.weight_NK, logits_NV, pdl=pdl)
         elif not self._few_product(work, self._head, last_NH, logits_NV, pdl):
             self._head.into(last_NH, logits_NV)
-        return logits_NV
 
     # --- a layer, for any number of tokens
 
@@ -255,9 +304,10 @@ class GpuDecoder:
         self._norm(layer.input_norm, tokens, added, update_norm, pdl)
         if not self._few_product(work, layer.qkv, x_TH, qkv_TN, pdl):
             layer.qkv.into(x_TH, qkv_TN, pdl)
-        attend = self._attend_single if work.is_single else self._attend
-        attend(layer, work, pdl)
-        added = self._update(work, layer.output, self._attended_TQ[:tokens], pdl)
+        attended_TQ = self._attended_TQ[:tokens]
+        attend = self._attention.run_single if work.is_single else self._attention.run
+        attend(layer, work, qkv_TN, attended_TQ, pdl)
+        added = self._update(work, ATTENTION, layer.output, attended_TQ, pdl)
         self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
         if isinstance(layer.mlp, ExpertWeights):
             self._experts.run(layer.mlp, x_TH, self._update_TH[:tokens], pdl=pdl)
@@ -266,11 +316,18 @@ class GpuDecoder:
             gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
             layer.gate_up.into(x_TH, gate_up_TN, pdl)
             gated_activation(gate_up_TN, inner_TI, c.activation, pdl=pdl)
-        return self._update(work, layer.down, inner_TI, pdl)
+        return self._update(work, FEED_FORWARD, layer.down, inner_TI, pdl)
 
-    def _update(self, work: Work, linear: AnyLinear, x_TK: torch.Tensor, pdl: bool) -> bool:
+    def _update(
+        self, work: Work, which: int, linear: AnyLinear, x_TK: torch.Tensor, pdl: bool
+    ) -> bool:
         """A product to be added to the residual stream; False if the next norm has to add it."""
         residual_TH, update_TH = self._residual_TH[: work.tokens], self._update_TH[: work.tokens]
+        if self._group.size > 1:
+            part_TH = self._part_TH = self._group.place(which, update_TH)
+            if not self._few_product(work, linear, x_TK, part_TH, pdl):
+                linear.into(x_TK, part_TH, pdl)
+            return False
         if not self._config.sandwich and self._few_product(
             work, linear, x_TK, residual_TH, pdl, add_to=residual_TH
         ):
@@ -323,6 +380,11 @@ class GpuDecoder:
         if added:
             rms_norm(residual_TH, weight_H, x_TH, eps, pdl=pdl)
             return
+        if self._group.size > 1:
+            self._group.sum_add_rms_norm(
+                self._part_TH, residual_TH, weight_H, x_TH, eps, update_norm, pdl
+            )
+            return
         add_rms_norm(
             self._update_TH[:tokens],
             residual_TH,
@@ -332,65 +394,6 @@ class GpuDecoder:
             update_weight_H=update_norm,
             pdl=pdl,
         )
-
-    def _attend(self, layer: Layer, work: Work, pdl: bool) -> None:
-        c, batch, tokens, decodes = self._config, self._batch, work.tokens, work.decodes
-        q_TQ, out_TQ = self._q_TQ[:tokens], self._attended_TQ[:tokens]
-        k_cache, v_cache = self.cache[layer.place]
-        table = batch.tables_GRB[layer.group]
-        rope_and_cache(
-            self._wide(tokens, self._qkv_size),
-            batch.positions_T[:tokens],
-            batch.slots_GT[layer.group, :tokens],
-            *self._ropes[layer.rope],
-            k_cache,
-            v_cache,
-            q_TQ,
-            c.heads,
-            c.kv_heads,
-            q_weight_D=layer.q_norm,
-            k_weight_D=layer.k_norm,
-            eps=c.eps,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-            pdl=pdl,
-        )
-        if decodes:
-            decode_attention(
-                q_TQ[:decodes],
-                k_cache,
-                v_cache,
-                table,
-                batch.rows_S[:decodes],
-                batch.decode_context_S[:decodes],
-                out_TQ[:decodes],
-                self._scratch,
-                scale=c.attention_scale,
-                kv_heads=c.kv_heads,
-                window=layer.window,
-                longest=work.longest,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                pdl=pdl,
-            )
-        if work.tiles is not None:  # after decode attention, which zeroes its padding
-            prefill_attention(
-                q_TQ,
-                k_cache,
-                v_cache,
-                table,
-                batch.rows_S,
-                batch.starts_S1,
-                batch.context_S,
-                work.tiles,
-                out_TQ,
-                scale=c.attention_scale,
-                kv_heads=c.kv_heads,
-                window=layer.window,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                pdl=pdl,
-            )
 
     # --- a layer, for one token
 
@@ -407,25 +410,43 @@ class GpuDecoder:
         qkv = self._wide(1, self._qkv_size)
         if not c.sandwich:
             self._few(residual, layer.qkv, qkv, pdl, norm=layer.input_norm)
-            self._attend_single(layer, work, pdl)
-            self._few(attended, layer.output, residual, pdl, add_to=residual)
+            self._attention.run_single(layer, work, qkv, attended, pdl)
+            self._few_update(ATTENTION, attended, layer.output, residual, pdl)
             if isinstance(layer.mlp, ExpertWeights):
                 self._norm(layer.mlp_norm, 1, True, None, pdl)
                 x = self._x_TH[:1]
                 self._experts.run(layer.mlp, x, residual, add_to_TH=residual, pdl=pdl)
                 return True
             self._few(residual, layer.gate_up, inner, pdl, layer.mlp_norm, c.activation)
-            self._few(inner, layer.down, residual, pdl, add_to=residual)
+            self._few_update(FEED_FORWARD, inner, layer.down, residual, pdl)
             return True
-        x, update = self._x_TH[:1], self._update_TH[:1]
+        x = self._x_TH[:1]
         self._norm(layer.input_norm, 1, added, update_norm, pdl)
         self._few(x, layer.qkv, qkv, pdl)
-        self._attend_single(layer, work, pdl)
-        self._few(attended, layer.output, update, pdl)
+        self._attention.run_single(layer, work, qkv, attended, pdl)
+        self._few(attended, layer.output, self._single_update(ATTENTION), pdl)
         self._norm(layer.mlp_norm, 1, False, layer.attention_update_norm, pdl)
         self._few(x, layer.gate_up, inner, pdl, activation=c.activation)
-        self._few(inner, layer.down, update, pdl)
+        self._few(inner, layer.down, self._single_update(FEED_FORWARD), pdl)
         return False
+
+    def _single_update(self, which: int) -> torch.Tensor:
+        """Where a product goes that the next norm adds to the residual stream."""
+        update = self._update_TH[:1]
+        if self._group.size > 1:
+            update = self._part_TH = self._group.place(which, update)
+        return update
+
+    def _few_update(
+        self, which: int, x: torch.Tensor, linear: AnyLinear, residual: torch.Tensor, pdl: bool
+    ) -> None:
+        """A product that is added to the residual stream."""
+        if self._group.size == 1:
+            self._few(x, linear, residual, pdl, add_to=residual)
+            return
+        part = self._single_update(which)
+        self._few(x, linear, part, pdl)
+        self._group.sum(part, residual, residual, pdl)
 
     def _few(
         self,
@@ -448,31 +469,5 @@ class GpuDecoder:
             eps=self._config.eps,
             activation=activation,
             add_to_1N=add_to,
-            pdl=pdl,
-        )
-
-    def _attend_single(self, layer: Layer, work: Work, pdl: bool) -> None:
-        c, batch = self._config, self._batch
-        fused_decode_attention(
-            self._wide(1, self._qkv_size),
-            batch.positions_T[:1],
-            batch.slots_GT[layer.group, :1],
-            *self._ropes[layer.rope],
-            *self.cache[layer.place],
-            batch.tables_GRB[layer.group],
-            batch.rows_S[:1],
-            batch.decode_context_S[:1],
-            self._attended_TQ[:1],
-            self._scratch,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            q_weight_D=layer.q_norm,
-            k_weight_D=layer.k_norm,
-            eps=c.eps,
-            scale=c.attention_scale,
-            window=layer.window,
-            longest=work.longest,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
             pdl=pdl,
         )

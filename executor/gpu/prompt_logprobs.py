@@ -31,12 +31,14 @@ class PendingTable(NamedTuple):
 
 
 class PromptLogprobsReader:
-    """logits_of: from token numbers of the step [n], at most batch.capacity, to logits [n, V]."""
+    """logits_of: from token numbers of the step [n], at most batch.capacity, to logits [n, V];
+    None on a rank that isn't to answer.
+    """
 
     def __init__(
         self,
         batch: GpuBatch,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        logits_of: Callable[[torch.Tensor], torch.Tensor | None],
         vocab_size: int,
     ) -> None:
         self._batch, self._vocab_size = batch, vocab_size
@@ -86,10 +88,13 @@ class PromptLogprobsReader:
             index = torch.arange(
                 begin, begin + size, dtype=torch.int32, device=self._batch.inputs.device
             )
+            logits = self._logits_of(index)
+            if logits is None:
+                continue
             # Aligned, as the kernel was compiled for.
             tokens = self._batch.tokens_RL[row, first : first + size].clone()
             pending = token_logprobs_of(
-                self._logits_of(index), tokens, int(self._num_logprobs[row]), self._vocab_size
+                logits, tokens, int(self._num_logprobs[row]), self._vocab_size
             )
             tables.append(PendingTable(row, first, pending))
         return tables

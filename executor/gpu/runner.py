@@ -6,6 +6,9 @@ copy over, the forward pass (mostly a graph), sampling, the copy back, an event.
 waits for the device, so steps follow each other there without a pause. Tokens are read when the
 event has passed.
 
+A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
+(parallel.py). It copies them back, too: so no rank is ahead of its own steps.
+
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
 each step is over when it is launched; the kernels run under Triton's interpreter, for tests.
@@ -17,7 +20,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -27,7 +30,6 @@ from ...kernels.gpu.decode_attention import DecodeConfig, choose_decode_config
 from ...kernels.gpu.prefill_attention import plan_tiles
 from ...mq import codec
 from ...mq.config import EngineConfig, ModelSpec
-from ...mq.errors import ConfigError
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
 from ..logits_processor import load_processors
 from ..models import find_model
@@ -37,6 +39,7 @@ from . import memory
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, prepare_folder
 from .decoder import GpuDecoder, Work
+from .devices import check_split, find_device
 from .graphs import (
     DecodeGraphs,
     at_least,
@@ -46,37 +49,28 @@ from .graphs import (
     distinct_bounds,
 )
 from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
+from .parallel import (
+    Alone,
+    DeviceGroup,
+    Shape,
+    join_devices,
+    join_processes,
+    make_sampler,
+)
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
-from .schemes import choose_cache_dtype, choose_scheme
+from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
 from .stopwatch import Stopwatch
 from .warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
-    return dtype
-
-
-def find_device(rank: int) -> torch.device:
-    """The device of a rank. Raises ConfigError where there is none."""
-    try:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except RuntimeError as error:
-        raise ConfigError(f"device = 'cuda': {error}") from error
-    if rank >= count:
-        raise ConfigError(
-            f"device = 'cuda': rank {rank} needs a device of its own, and torch "
-            f"{torch.__version__} sees {count}"
-        )
-    return torch.device("cuda", rank)
-
-
 class GpuModelRunner:
-    """device: another than the rank's own, such as the CPU in tests."""
+    """device: another than the rank's own, such as the CPU in tests. join: what makes the group of
+    all ranks, where there are several.
+    """
 
     def __init__(
         self,
@@ -84,8 +78,13 @@ class GpuModelRunner:
         spec: ModelSpec,
         rank: int = 0,
         device: torch.device | None = None,
+        group_fd: int = -1,
+        join: Callable[[Shape], DeviceGroup] | None = None,
     ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
+        self._size, self._group_fd = config.tensor_parallel_size, group_fd
+        self._group: DeviceGroup | Alone = Alone()
+        self._join = join or self._join_ranks
         self._device = device or find_device(rank)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -162,7 +161,7 @@ class GpuModelRunner:
 
     def _attention_of(self, size: int, bound: int) -> tuple[DecodeConfig, ...]:
         """How decode attention is launched, for each window of the model's layers."""
-        c = self._model
+        c = self._decoder.config
         row_bytes = c.head_size * self._decoder.cache.element_size()
         return tuple(
             choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
@@ -187,10 +186,11 @@ class GpuModelRunner:
             source = DummyWeights(config.seed or 0, self._device)
         else:
             source = SafetensorsWeights(spec.path)
-        self._model = find_model(spec.architecture).check(spec.hf_config)
-        self._scheme = choose_scheme(config, self._model.quantization, self._dtype, self._device)
+        model = find_model(spec.architecture).check(spec.hf_config)
+        self._scheme = choose_scheme(config, model.quantization, self._dtype, self._device)
+        check_split(self._size, self._scheme, model)
         self._decoder = GpuDecoder(
-            self._model,
+            model,
             self._dtype,
             config.block_size,
             source,
@@ -198,6 +198,8 @@ class GpuModelRunner:
             lambda n, total: progress("loading weights", n, total),
             self._scheme,
             choose_cache_dtype(config, self._dtype, self._device),
+            self._rank,
+            self._size,
         )
 
     def _make_buffers(self) -> None:
@@ -214,19 +216,38 @@ class GpuModelRunner:
             pad=lambda sequences: at_least(self._sizes, sequences),
             device=self._device,
         )
-        self._decoder.bind(self._batch, spec.max_model_len)
-        self._sampler = Sampler(
+        c, batch = self._decoder.config, self._batch
+        if self._size > 1:
+            self._group = self._join(
+                Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
+            )
+        self._decoder.bind(batch, spec.max_model_len, self._group)
+        self._sampler = make_sampler(self._make_sampler, self._group)
+        self._work = Work(1, 1, 1)
+        self._prompt_logprobs = PromptLogprobsReader(
+            self._batch, self._prompt_logits, spec.vocab_size
+        )
+
+    def _join_ranks(self, shape: Shape) -> DeviceGroup:
+        if not self._on_gpu:
+            return join_processes(self._rank, self._size, self._group_fd, shape)
+        timeout = self._config.startup_timeout
+        return join_devices(self._rank, self._size, self._group_fd, shape, self._device, timeout)
+
+    def _make_sampler(self) -> Sampler:
+        spec = self._spec
+        return Sampler(
             self._batch.capacity,
             spec.vocab_size,
             spec.eos_token_ids,
             self._batch.tokens_RL,
             self._device,
-            load_processors(config, spec),
+            load_processors(self._config, spec),
         )
-        self._work = Work(1, 1, 1)
-        self._prompt_logprobs = PromptLogprobsReader(
-            self._batch, lambda index: self._decoder.logits(index, self._work), spec.vocab_size
-        )
+
+    def _prompt_logits(self, index: torch.Tensor) -> torch.Tensor | None:
+        logits = self._decoder.logits(index, self._work)
+        return None if self._rank else logits
 
     def _measure_graphs(self, meter: memory.Meter) -> int:
         """Bytes that all graphs will take: the first costs more than each of the others."""
@@ -246,7 +267,8 @@ class GpuModelRunner:
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
-        counts = token_counts(self._batch.max_tokens, self._decoder.num_bytes)
+        most = min(self._batch.max_tokens, self._group.most_tokens)
+        counts = token_counts(most, self._decoder.num_bytes)
         return (
             DecodeGraphs(self._sizes, self._bounds, self._attention_of),
             MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
@@ -282,6 +304,7 @@ class GpuModelRunner:
         kv_cache = num_blocks * self._decoder.block_bytes
         self._details = {
             "device": torch.cuda.get_device_name(self._device) if self._on_gpu else "cpu",
+            "ranks": self._size,
             "dtype": str(self._dtype).removeprefix("torch."),
             "quantization": str(self._scheme or "none"),
             "kv_cache_dtype": str(self._decoder.cache_dtype).removeprefix("torch."),
@@ -300,6 +323,10 @@ class GpuModelRunner:
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
+
+    def leave(self) -> None:
+        with self._on_stream():
+            self._group.leave()
 
     # --- steps
 

@@ -47,6 +47,11 @@ def choose_scheme(
     return scheme
 
 
+def choose_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+    return dtype
+
+
 def choose_cache_dtype(
     config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:

@@ -21,7 +21,7 @@ from ...kernels.gpu.blocks import copy_blocks
 from .batch import TOKENS_PADDED_TO, GpuBatch
 from .decoder import GpuDecoder, Work
 from .graphs import batch_sizes
-from .sampler import Sampler
+from .parallel import AnySampler
 
 if TYPE_CHECKING:
     from .variants import Variant
@@ -41,7 +41,7 @@ class WarmUp:
         self,
         batch: GpuBatch,
         decoder: GpuDecoder,
-        sampler: Sampler,
+        sampler: AnySampler,
         bounds_of: Callable[[int], list[int]],
         programmatic: bool,
     ) -> None:
@@ -53,7 +53,7 @@ class WarmUp:
         """What `run` and `copy_nothing` will launch, in that order, once each."""
         from .variants import collect
 
-        with collect() as found:
+        with collect() as found, self._decoder.at_rest():
             for job in self._jobs():
                 job()
             self._copy_in_any_cache()

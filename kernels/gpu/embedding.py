@@ -18,8 +18,10 @@ def embed_reference(
     out_TH: torch.Tensor,
     scale: float = 1.0,
     *,
+    first: int = 0,
     pdl: bool = False,
 ) -> None:
+    token_ids_T = token_ids_T - first
     known_T = (token_ids_T >= 0) & (token_ids_T < table_VH.shape[0])
     rows_TH = table_VH[torch.where(known_T, token_ids_T, 0).long()].float() * scale
     out_TH.copy_(torch.where(known_T[:, None], rows_TH, 0.0))
@@ -31,9 +33,12 @@ def embed(
     out_TH: torch.Tensor,
     scale: float = 1.0,
     *,
+    first: int = 0,
     pdl: bool = False,
 ) -> None:
-    """out = table[token_ids] * scale. token_ids: int32; one outside of the table gives zeros."""
+    """out = table[token_ids - first] * scale. token_ids: int32; one outside of the table gives
+    zeros.
+    """
     tokens, size = out_TH.shape
     if token_ids_T.shape != (tokens,) or table_VH.shape[1] != size:
         raise ValueError(
@@ -51,6 +56,7 @@ def embed(
         out_TH.stride(0),
         table_VH.shape[0],
         size,
+        first,
         scale,
         BLOCK=block,
         PDL=pdl,
@@ -68,6 +74,7 @@ def _embed_kernel(
     out_stride,
     vocab_size,
     size,
+    first,
     scale,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,7 +85,7 @@ def _embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = h < size
-    token = tl.load(token_ids + row).to(tl.int64)
+    token = tl.load(token_ids + row).to(tl.int64) - first
     known = inside & (token >= 0) & (token < vocab_size)
     values = tl.load(table + token * table_stride + h, mask=known, other=0.0).to(tl.float32) * scale
     tl.store(out + row * out_stride + h, values.to(out.dtype.element_ty), mask=inside)

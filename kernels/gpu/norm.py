@@ -71,7 +71,7 @@ def rms_norm(
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         PDL=pdl,
-        num_warps=_warps(size),
+        num_warps=warps_of(size),
         launch_pdl=pdl,
     )
 
@@ -116,7 +116,7 @@ def add_rms_norm(
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         PDL=pdl,
-        num_warps=_warps(size),
+        num_warps=warps_of(size),
         launch_pdl=pdl,
     )
 
@@ -193,7 +193,8 @@ def _normed(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Ten
     return x_TH * torch.rsqrt(x_TH.square().mean(-1, keepdim=True) + eps) * weight_H
 
 
-def _warps(size: int) -> int:
+def warps_of(size: int) -> int:
+    """Of a program that has a row of so many elements."""
     return min(max(triton.next_power_of_2(size) // ELEMENTS_PER_WARP, 1), 16)
 
 

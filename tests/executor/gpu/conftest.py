@@ -17,7 +17,7 @@ from kernels.gpu.devices import DEVICE
 from safetensors.torch import save_file
 
 from ringcast.executor.cpu_runner import CpuModelRunner
-from ringcast.executor.gpu import decoder, experts, sampler
+from ringcast.executor.gpu import attention, decoder, experts, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
 from ringcast.kernels.gpu import few_linear, few_linear_table, step
@@ -282,31 +282,26 @@ def load(spec: ModelSpec, kind: type[Any], *place: Any, **options: Any) -> Any:
     return made
 
 
-KERNELS = (
-    "add_rms_norm",
-    "decode_attention",
-    "embed",
-    "few_linear",
-    "fused_decode_attention",
-    "gated_activation",
-    "prefill_attention",
-    "rms_norm",
-    "rope_and_cache",
-)
-
-
-EXPERT_KERNELS = ("combine", "expert_down", "expert_gate_up")
+KERNELS = {
+    attention: (
+        "decode_attention",
+        "fused_decode_attention",
+        "prefill_attention",
+        "rope_and_cache",
+    ),
+    decoder: ("add_rms_norm", "embed", "few_linear", "gated_activation", "rms_norm"),
+    experts: ("combine", "expert_down", "expert_gate_up"),
+    sampler: ("sample_plain",),
+    step: ("append_tokens", "apply_changes", "lay_out_tokens"),
+}
 
 
 def take_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most kernels' references, which take the same arguments."""
-    users = [(decoder, name) for name in KERNELS]
-    users += [(experts, name) for name in EXPERT_KERNELS]
-    users += [(sampler, "sample_plain")]
-    users += [(step, name) for name in ("append_tokens", "apply_changes", "lay_out_tokens")]
-    for user, name in users:
-        module = importlib.import_module(getattr(user, name).__module__)
-        monkeypatch.setattr(user, name, getattr(module, f"{name}_reference"))
+    for user, names in KERNELS.items():
+        for name in names:
+            module = importlib.import_module(getattr(user, name).__module__)
+            monkeypatch.setattr(user, name, getattr(module, f"{name}_reference"))
 
 
 def take_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,19 +75,25 @@ class NoGraphs:
 
 
 @torch.inference_mode()
-def make_runner(name: str, folder: Path, graphs: bool = True) -> tuple[GpuModelRunner, WarmUp]:
-    """Loaded up to its first launches."""
+def make_runner(
+    name: str, folder: Path, graphs: bool = True, rank: int = 0, size: int = 1
+) -> tuple[GpuModelRunner, WarmUp]:
+    """Loaded up to its first launches. Of several ranks, it is the only one that is there."""
     options = {
         "device": "cuda",
         "block_size": 16,
         "max_num_seqs": 40,
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": NUM_BLOCKS,
+        "tensor_parallel_size": size,
     }
     spec = make_model(folder / name, name)
-    runner = GpuModelRunner(build(EngineConfig, options), spec, 0, torch.device("cpu"))
+    memory_fd = os.memfd_create("ranks")
+    config = build(EngineConfig, options)
+    runner = GpuModelRunner(config, spec, rank, torch.device("cpu"), memory_fd)
     runner._load_weights(lambda *_: None)
     runner._make_buffers()
+    os.close(memory_fd)
     runner._decoder.set_cache(NUM_BLOCKS)
     runner._graphs = NoGraphs() if graphs else None
     parts = (runner._batch, runner._decoder, runner._sampler)
@@ -122,8 +128,11 @@ def graphs_of(runner: GpuModelRunner) -> None:
 
 def check_steps(folder: Path) -> dict[str, Any]:
     report = {}
-    for name, graphs in itertools.product((*MODELS, "qwen3 experts"), (True, False)):
-        runner, warm_up = make_runner(name, folder, graphs)
+    names = (*MODELS, "qwen3 experts")
+    alone = [(name, graphs, 0, 1) for name in names for graphs in (True, False)]
+    ranks = [("qwen3", True, 0, 2), ("gemma3", False, 0, 2), ("llama", True, 1, 2)]
+    for name, graphs, rank, size in alone + ranks:
+        runner, warm_up = make_runner(name, folder, graphs, rank, size)
         with torch.inference_mode():
             known = {variant.data for variant in warm_up.variants()}
         with collect() as found:
@@ -131,7 +140,11 @@ def check_steps(folder: Path) -> dict[str, Any]:
             if graphs:
                 graphs_of(runner)
         new = sorted({v.name for data, v in found.items() if data not in known})
-        report[f"{name} {graphs}"] = {"known": len(known), "used": len(found), "new": new}
+        report[f"{name} {graphs} {rank} of {size}"] = {
+            "known": len(known),
+            "used": len(found),
+            "new": new,
+        }
     return report
 
 
@@ -174,7 +187,7 @@ def check_compile(folder: Path) -> dict[str, Any]:
         table, out = runner._decoder._table, runner._decoder._residual_TH[:size]
         _embed_kernel.run(
             batch.token_ids_T[:size], table, out, table.stride(0), out.stride(0), table.shape[0],
-            table.shape[1], runner._decoder._scale,
+            table.shape[1], 0, runner._decoder._scale,
             BLOCK=32, PDL=True, num_warps=4, launch_pdl=True, grid=(size, 1), warmup=True,
         )  # fmt: skip
     third = compile_all(folder, lambda: [bad(variants[0]), *variants])

@@ -63,7 +63,7 @@ def test_every_way_has_a_number_of_tokens():
     config = find_model("MixtralForCausalLM").check(SHAPE | MIXTURES["mixtral"])
     runner = ExpertRunner(config.experts, "silu", 32, 256, torch.float32, torch.device("cpu"))
     steps = runner.steps(256)
-    assert steps[0] == DIRECT_TOKENS
+    assert DIRECT_TOKENS in steps
     plans = [runner._plan(tokens) for tokens in range(1, 257)]
     assert {plans[tokens - 1] for tokens in steps} == {*plans}
     assert steps[-1] == 256

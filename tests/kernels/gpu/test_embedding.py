@@ -44,6 +44,13 @@ def test_ids_outside_of_the_table_give_zeros():
     assert got.any(1).tolist() == [False, True, False, False]
 
 
+def test_a_table_may_be_a_part_of_the_vocabulary():
+    table = torch.randn(5, 48, device=DEVICE)
+    got = compare([-1, 2, 100, 104, 105], table, first=100)
+    assert got.any(1).tolist() == [False, False, True, True, False]
+    assert torch.equal(got[3], table[4])
+
+
 def test_wrong_sizes_are_refused():
     ids = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(5, 48, device=DEVICE)

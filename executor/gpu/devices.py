@@ -1,0 +1,54 @@
+"""The CUDA device of a rank, and what several ranks need of their devices and of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.gpu.all_reduce import MOST_RANKS
+from ...mq.errors import ConfigError
+from ..models.llama import LlamaConfig
+from .schemes import Scheme
+
+
+def find_device(rank: int) -> torch.device:
+    """The device of a rank. Raises ConfigError where there is none."""
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except RuntimeError as error:
+        raise ConfigError(f"device = 'cuda': {error}") from error
+    if rank >= count:
+        raise ConfigError(
+            f"device = 'cuda': rank {rank} needs a device of its own, and torch "
+            f"{torch.__version__} sees {count}"
+        )
+    return torch.device("cuda", rank)
+
+
+def check_split(size: int, scheme: Scheme | None, model: LlamaConfig) -> None:
+    """Raises ConfigError for weights that can't be split among `size` ranks here."""
+    what = ""
+    if scheme is not None:
+        what = f"weights that are quantized ({scheme})"
+    elif model.experts is not None:
+        what = "the weights of a mixture of experts"
+    if what and size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size = {size}: {what} aren't split on device 'cuda'; with them it "
+            "must be 1"
+        )
+
+
+def check_peers(size: int) -> None:
+    """Raises ConfigError where the devices of `size` ranks don't reach each other's memory."""
+    if size > MOST_RANKS:
+        raise ConfigError(
+            f"tensor_parallel_size = {size}: device 'cuda' takes {MOST_RANKS} at most"
+        )
+    for one in range(size):
+        for other in range(size):
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                raise ConfigError(
+                    f"tensor_parallel_size = {size}: device {one} can't read the memory of device "
+                    f"{other}; ranks need devices that are connected by NVLink, or PCIe with peer "
+                    "access"
+                )

@@ -1,0 +1,195 @@
+"""Tensor parallelism on the GPUs that this runs on: how long a sum takes, what two devices gain.
+
+    tensor_parallel.py sums                            # one-shot and NCCL, microseconds in graphs
+    tensor_parallel.py decode [--model llama-3.1-8b]   # through LLM, at 1 and 2 devices
+
+Weights are random. Each part is in processes of its own, which are ended after --limit seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+MODELS = HERE.parents[1] / "data" / "models"
+PEER = HERE.parents[1] / "peers" / "ringcast_offline.py"
+CASES = ["batch 1", "batch 64", "offline256"]
+HIDDEN = 4096
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 KiB
+IN_GRAPH, REPLAYS = 20, 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["sums", "decode", "rank"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--case", action="append", default=[], help=f"of {', '.join(CASES)}")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--limit", type=float, default=180)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--group-fd", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what == "rank":
+        time_sums(args.rank, args.ranks, args.group_fd)
+    elif args.what == "sums":
+        sums(args.ranks, args.limit)
+    else:
+        decode(args.model, args.sizes, args.case or CASES, args.limit)
+
+
+def sums(ranks: int, limit: float) -> None:
+    memory_fd = os.memfd_create("ranks")
+    command = [sys.executable, "-P", str(HERE), "rank", "--ranks", str(ranks)]
+    processes = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank), "--group-fd", str(memory_fd)], pass_fds=[memory_fd]
+        )
+        for rank in range(ranks)
+    ]
+    os.close(memory_fd)
+    end = time.monotonic() + limit
+    try:
+        status = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
+        print("all ranks ended with", status, flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"sums: not done after {limit:.0f} s", flush=True)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def time_sums(rank: int, ranks: int, group_fd: int) -> None:
+    """One rank. Rank 0 prints."""
+    import torch
+
+    from ringcast.executor.gpu import parallel
+    from ringcast.kernels.gpu import all_reduce as kernels
+    from ringcast.kernels.gpu.norm import add_rms_norm
+
+    # So that every message here is short.
+    parallel.MOST_READ = (ranks - 1) * TOKENS[-1] * HIDDEN * 2
+    kernels.MOST_PROGRAMS = max(kernels.MOST_PROGRAMS, TOKENS[-1])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    shape = parallel.Shape(TOKENS[-1], HIDDEN, 64128, 64, torch.bfloat16)
+    group = parallel.join_devices(rank, ranks, group_fd, shape, device, 60)
+    stream = torch.cuda.Stream(device)
+    weight = torch.ones(HIDDEN, device=device)
+
+    def microseconds(step: Callable[[int], None]) -> float:
+        """Median of a step's, of IN_GRAPH in a graph."""
+        for index in range(4):
+            step(index)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for index in range(IN_GRAPH):
+            step(index)
+        graph.capture_end()
+        times = []
+        for _ in range(REPLAYS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            stream.synchronize()
+            times.append(1e3 * began.elapsed_time(ended) / IN_GRAPH)
+        return statistics.median(times[3:])
+
+    with torch.cuda.stream(stream), torch.inference_mode():
+        if not rank:
+            print(f"{ranks} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+            print("KiB       one-shot  one-shot+norm  NCCL  NCCL+norm   (us)", flush=True)
+        for tokens in TOKENS:
+            update = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+            residual, out = torch.zeros_like(update), torch.zeros_like(update)
+
+            def short(index: int, update=update, residual=residual) -> None:  # type: ignore[no-untyped-def]
+                group.sum(group.place(index % 2, update), residual, residual, pdl=True)
+
+            def short_norm(index: int, update=update, residual=residual, out=out) -> None:  # type: ignore[no-untyped-def]
+                part = group.place(index % 2, update)
+                group.sum_add_rms_norm(part, residual, weight, out, 1e-6, None, True)
+
+            def long(index: int, update=update) -> None:  # type: ignore[no-untyped-def]
+                group._sum_long(update)
+
+            def long_norm(index: int, update=update, residual=residual, out=out) -> None:  # type: ignore[no-untyped-def]
+                group._sum_long(update)
+                add_rms_norm(update, residual, weight, out, 1e-6)
+
+            steps = [short, short_norm if tokens <= 1024 else None, long, long_norm]
+            took = [f"{microseconds(step):9.1f}" if step else "     none" for step in steps]
+            if not rank:
+                print(f"{8 * tokens:<8}", *took, flush=True)
+        logits = torch.zeros(64, ranks * 64128, dtype=torch.bfloat16, device=device)
+        sampled = torch.zeros(64, dtype=torch.int32, device=device)
+        for rows in (1, 64):
+            whole = None if rank else logits[:rows]
+            took_us = microseconds(
+                lambda _, rows=rows, whole=whole: group.gather(group.own_logits(rows), whole, True)  # type: ignore[misc]
+            )
+            if not rank:
+                print(f"logits of {rows}: {took_us:.1f} us", flush=True)
+        said = microseconds(lambda _: group.broadcast(sampled, True))
+        if not rank:
+            print(f"tokens: {said:.1f} us", flush=True)
+        stream.synchronize()
+        group.leave()
+
+
+def decode(model: str, sizes: list[int], cases: list[str], limit: float) -> None:
+    """A line for each case, of LLM at each number of devices."""
+    taken: dict[tuple[str, int], float] = {}
+    for size in sizes:
+        options = [f"tensor_parallel_size={size}", 'device="cuda"']
+        command = [sys.executable, str(PEER), str(time.time()), str(MODELS / model)]
+        process = subprocess.Popen(
+            [*command, json.dumps(cases), *options], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, _ = process.communicate()
+            print(f"{size} devices: not done after {limit:.0f} s", flush=True)
+        seconds: dict[str, list[tuple[float, int]]] = {}
+        for line in output.splitlines():
+            if line.startswith("@@"):
+                name, spent, _, num_out = json.loads(line[2:])
+                seconds.setdefault(name, []).append((spent, num_out))
+        for name, entries in seconds.items():
+            figure = statistics.median(_figure(name, *entry) for entry in entries)
+            taken[name, size] = figure
+            print(f"{model}, {size} devices, {name}: {figure:.4g} {_unit(name)}", flush=True)
+    for name in cases:
+        one, two = (taken.get((name, size)) for size in (sizes[0], sizes[-1]))
+        if one and two and len(sizes) > 1:
+            gain = two / one if _unit(name) == "tok/s" else one / two
+            print(f"{name}: {gain:.2f} times as fast at {sizes[-1]} as at {sizes[0]}", flush=True)
+
+
+def _unit(name: str) -> str:
+    return {"offline256": "tok/s", "first token": "s"}.get(name, "ms a step")
+
+
+def _figure(name: str, spent: float, num_out: int) -> float:
+    if name == "offline256":
+        return num_out / spent
+    return spent if name == "first token" else 1e3 * spent / 128
+
+
+if __name__ == "__main__":
+    main()
