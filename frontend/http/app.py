@@ -71,7 +71,7 @@ def make_app(
     LoadApi(client).add_routes(app)
     TokenizeApi(client, api.served).add_routes(app)
     ResponsesApi(client, server, api.served).add_routes(app)
-    DocsApi().add_routes(app)
+    DocsApi(keyed=bool(server.api_key)).add_routes(app)
     PoolingApi(client, spec, api.served).add_routes(app.router)
     return app
 

@@ -40,6 +40,12 @@ const typeOf = (schema) => {
   if (schema.type === "array") return "list of " + (schema.items ? typeOf(schema.items) : "any");
   return schema.type || "any";
 };
+// What an event's data is, of a stream.
+const eventOf = (schema) => {
+  const data = schema.properties.data;
+  const inner = (data.anyOf ? data.anyOf[0] : data).contentSchema;
+  return inner.anyOf ? inner.anyOf[0] : inner;
+};
 const showSchema = (title, schema, components, parent, seen) => {
   const name = nameOf(schema);
   const inner = name ? components[name] : schema;
@@ -73,7 +79,9 @@ const show = (document_) => {
         showSchema("Body", media.schema, components, details, seen);
       for (const [status, answer] of Object.entries(operation.responses))
         for (const [kind, media] of Object.entries(answer.content || {}))
-          showSchema(status + ", " + kind, media.schema, components, details, seen);
+          showSchema(status + ", " + kind,
+            kind === "text/event-stream" ? eventOf(media.schema) : media.schema,
+            components, details, seen);
     }
   }
 };

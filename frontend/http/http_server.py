@@ -10,6 +10,7 @@ from aiohttp import web
 from ...mq.config import ServerConfig
 from .connection import Connection
 from .errors import Handler
+from .log import connection_logger
 from .tls import make_context
 
 LAST_BYTES_SECONDS = 1.0  # that slow clients get to read the end of their answers at the end
@@ -31,6 +32,7 @@ class HttpServer:
             app,
             handler_cancellation=True,
             access_log=None,
+            logger=connection_logger(),
             lingering_time=LINGERING_SECONDS,
             shutdown_timeout=LAST_BYTES_SECONDS,
         )
@@ -70,5 +72,10 @@ class HttpServer:
         connection.begin()
         try:
             return await handler(request)
+        except ConnectionError:
+            transport = request.transport
+            if transport is not None and not transport.is_closing():
+                raise
+            return web.Response()  # for nobody: aiohttp would log that they left as an error
         finally:
             connection.end()

@@ -410,7 +410,7 @@ def invalid_field(error: msgspec.ValidationError) -> InvalidRequestError:
     param = path.rstrip("`").lstrip(".")
     for known in ("unknown field `", "missing required field `"):
         if known in reason:
-            name = reason.partition(known)[2].rstrip("`")
+            name = reason.partition(known)[2].rstrip("`") or '""'  # JSON's empty name
             param = f"{param}.{name}" if param else name
             reason = f"{known.split(' field')[0]} field"
     reason = reason[0].lower() + reason[1:]

@@ -66,3 +66,18 @@ async def test_it_can_be_off(serve: Any, lines: Any) -> None:
     async with serve(disable_access_log=True) as server, server.http.get("/health") as answer:
         assert answer.status == 200
     assert lines() == []
+
+
+async def test_what_is_no_http_is_not_repeated(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ringcast")
+    async with serve() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nAuthorization: Bearer secret\x00\r\n\r\n")
+        assert b" 400 Bad Request" in await reader.read()
+        writer.close()
+    (record,) = caplog.records
+    assert record.getMessage() == "127.0.0.1 sent what is no HTTP: BadHttpMessage"
+    assert "secret" not in caplog.text
+    assert record.levelno == logging.INFO

@@ -74,6 +74,52 @@ async def test_schemas(serve: Any) -> None:
     assert (parameter["name"], parameter["in"]) == ("model", "path")
 
 
+async def test_a_body_may_have_what_the_server_lets_through(serve: Any) -> None:
+    async with serve() as server:
+        schemas = (await openapi(server))["components"]["schemas"]
+    chat = schemas["ChatRequest"]["properties"]
+    null = {"type": "null"}
+    assert chat["stream"] == {"anyOf": [{"type": "boolean"}, null], "default": False}
+    assert null not in chat["messages"].get("anyOf", [])
+    assert chat["user"] == {"description": "Accepted, as clients send it; it changes nothing"}
+    assert chat["response_format"] == {"enum": [{"type": "text"}, None]}
+    assert chat["length_penalty"] == {"enum": [1, None]}
+    assert schemas["CompletionRequest"]["properties"]["echo"]["anyOf"][0] == {"type": "boolean"}
+    response = schemas["ResponseRequest"]["properties"]
+    assert response["truncation"] == {"enum": ["disabled", None]}
+    assert null in schemas["StreamOptions"]["properties"]["include_usage"]["anyOf"]
+    assert "suffix" not in schemas["EmbeddingRequest"]["properties"]
+
+
+async def test_events_are_described_as_they_come(serve: Any) -> None:
+    async with serve() as server:
+        paths = (await openapi(server))["paths"]
+
+    def data(path: str) -> Any:
+        content = paths[path]["post"]["responses"]["200"]["content"]
+        return content["text/event-stream"]["schema"]["properties"]["data"]
+
+    said, done = data(CHAT_PATH)["anyOf"]
+    assert done == {"const": "[DONE]"}
+    assert said["contentMediaType"] == "application/json"
+    names = [ref["$ref"].rpartition("/")[2] for ref in said["contentSchema"]["anyOf"]]
+    assert names == ["ChatCompletionChunk", "ErrorResponse"]
+    assert data("/v1/responses")["contentSchema"]["$ref"].endswith("/ResponseEvent")
+
+
+async def test_keys_are_described_where_there_are_any(serve: Any) -> None:
+    async with serve() as server:
+        document = await openapi(server)
+        assert "securitySchemes" not in document["components"]
+    async with serve(api_key=["k"]) as server:
+        headers = {"Authorization": "Bearer k"}
+        async with server.http.get("/openapi.json", headers=headers) as answer:
+            document = await answer.json()
+    (name,) = document["components"]["securitySchemes"]
+    assert document["paths"][CHAT_PATH]["post"]["security"] == [{name: []}]
+    assert "security" not in document["paths"]["/health"]["get"]
+
+
 async def test_the_page_needs_nothing_from_elsewhere(serve: Any) -> None:
     async with serve() as server, server.http.get("/docs") as answer:
         assert (answer.status, answer.content_type) == (200, "text/html")

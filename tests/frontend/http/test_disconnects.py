@@ -7,8 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from ringcast.frontend.client import EngineClient
+from ringcast.frontend.http.http_server import HttpServer
+from ringcast.frontend.http.listener import bind
+from ringcast.mq.config import ServerConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -103,3 +107,33 @@ async def test_a_slow_reader_slows_only_itself(
         async with server.http.post("/v1/completions", json=quick) as answer:
             assert answer.status == 200
         await hang_up(writer)
+
+
+async def test_a_reset_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Written to a connection that is closing, before the handler is cancelled."""
+    tried = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        try:
+            await response.write(b"more")
+        finally:
+            tried.set()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/", handler)
+    server = HttpServer(app, ServerConfig())
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    await server.open(listener)
+    try:
+        _, writer = await connect(port, "/", {})
+        await tried.wait()
+        writer.close()
+    finally:
+        await server.close()
+    assert not caplog.records

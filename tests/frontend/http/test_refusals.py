@@ -31,6 +31,7 @@ async def refused(server: Any, path: str, body: Any, method: str = "POST") -> tu
     ("change", "param", "words"),
     [
         ({"no_such": 1}, "no_such", "unknown field"),
+        ({"": 1}, '""', "unknown field"),
         ({"max_tokens": "many"}, "max_tokens", "expected `int"),
         ({"temperature": True}, "temperature", "expected `float"),
         ({"temperature": -1}, "temperature", "at least 0"),
