@@ -41,6 +41,8 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 5. Who doesn't answer within --step-timeout hangs and is killed, which is a death of its own. An
    external client can't be killed, and is waited for.
 6. A client that dies while DRAINING stays down: it would have nothing to do.
+7. A replica that dies once too often, or by a ConfigError, is given up while there is another one:
+   it stays down, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from .effects import (
     Timer,
 )
 from .restarts import Death, Phase, Unit
+from .topology import ENGINE
 
 FAIL_SECONDS = 2.0
 STOP_SECONDS = 5.0
@@ -192,7 +195,9 @@ class Lifecycle:
         self._num_deaths += 1
         unit.went_down(Death(self._num_deaths, actor, error, traceback, from_outside), now)
         if user_error or not self._restarts or unit.deaths_in_a_row > self._max_restarts:
-            return self._fail(unit, user_error)
+            if not self._can_do_without(unit):
+                return self._fail(unit, user_error)
+            unit.given_up = True
         return self._lose(unit)
 
     def timer(self, key: str, now: float) -> Sequence[Effect]:
@@ -233,10 +238,7 @@ class Lifecycle:
         self.exit_code = 2 if user_error else 1
         self.state = State.FAILING
         self._not_drained = set(self._clients).intersection(self._listeners())
-        death, error = unit.death, unit.death.error
-        if 0 < self._max_restarts < unit.deaths_in_a_row:
-            times = f"{unit.deaths_in_a_row} times in a row"
-            error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
+        death, error = unit.death, self._reason(unit)
         effects: list[Effect] = [
             MarkDead((death.actor,)),
             TellFailed(death.actor, error, death.traceback, user_error),
@@ -244,6 +246,13 @@ class Lifecycle:
         if not self._not_drained:
             return [*effects, *self._stop_all()]
         return [*effects, self._deadline(FAIL_SECONDS)]
+
+    def _reason(self, unit: Unit) -> str:
+        error = unit.death.error
+        if 0 < self._max_restarts < unit.deaths_in_a_row:
+            times = f"{unit.deaths_in_a_row} times in a row"
+            error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
+        return error
 
     def _deadline_passed(self, key: str) -> Sequence[Effect]:
         if key != self._deadline_key or self.state is State.STOPPED:
@@ -265,6 +274,12 @@ class Lifecycle:
     @property
     def _restarts(self) -> bool:
         return self.state in (State.SERVING, State.DRAINING)
+
+    def _can_do_without(self, unit: Unit) -> bool:
+        """Whether this is a replica, and not the last one."""
+        replicas = [other for other in self._units if other.name.startswith(f"{ENGINE}.")]
+        others = [other for other in replicas if other is not unit and not other.given_up]
+        return self._restarts and self._max_restarts > 0 and unit in replicas and bool(others)
 
     def _lose(self, unit: Unit) -> Sequence[Effect]:
         """A unit has gone DOWN: nobody counts on it from here on."""
@@ -292,10 +307,11 @@ class Lifecycle:
                 to,
                 death.number,
                 death.actor,
-                death.error,
+                self._reason(unit),
                 death.traceback,
                 unit.actors,
                 death.from_outside,
+                unit.given_up,
             )
         for actor in to:
             timer = self._timer(self._step_timeout, f"silent {actor}")
@@ -354,6 +370,7 @@ class Lifecycle:
             and not any(other.running for other in self._units if other.phase is Phase.DOWN)
             and not any(unit.death.number in deaths for deaths in self._unanswered.values())
             and not unit.backing_off
+            and not unit.given_up
             and not (self.state is State.DRAINING and set(self._clients) & set(unit.actors))
         )
 
@@ -374,6 +391,11 @@ class Lifecycle:
         return [Kill(tuple(actors))]
 
     # Who is there
+
+    @property
+    def given_up(self) -> set[str]:
+        """The actors that stay down while the rest goes on."""
+        return {actor for unit in self._units if unit.given_up for actor in unit.actors}
 
     def _unit(self, name: str) -> Unit:
         return next(unit for unit in self._units if unit.name == name)

@@ -28,7 +28,7 @@ from .boot import Boot
 from .child import Child
 from .control import Control
 from .lifecycle import Lifecycle
-from .linux import oom_kills, usage
+from .linux import allow_many_files, oom_kills, usage
 from .profiling import Profiling
 from .stalls import Position, StallWatch
 
@@ -74,7 +74,7 @@ class Supervisor:
         self._server = server
         self._listener = listener
         self._external = external
-        self._counts = {"worker": engine.tensor_parallel_size}
+        self._counts = topology.counts_of(engine)
         self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
@@ -134,6 +134,8 @@ class Supervisor:
         )
 
     def _make_channels(self) -> None:
+        if self._engine.data_parallel_size > 1:
+            allow_many_files()
         segment.reap()
         socket_folder.reap()
         if self._engine.transport == "zmq":
@@ -168,10 +170,13 @@ class Supervisor:
         for name in again:  # only now: nobody writes into a channel while it's being reset
             for owner in self._owners_of(name):
                 owner.mark_alive(name)
-        group_fd = os.memfd_create("ringcast-ranks")
+        groups = {topology.engine_of(name, self._counts): -1 for name in names}
+        for engine in groups:
+            groups[engine] = os.memfd_create("ringcast-ranks")
         for name in names:
-            self._spawn(name, group_fd)
-        os.close(group_fd)
+            self._spawn(name, groups[topology.engine_of(name, self._counts)])
+        for group_fd in groups.values():
+            os.close(group_fd)
 
     def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._endpoints(name)

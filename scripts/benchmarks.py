@@ -19,6 +19,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import bench_balance
 import bench_decode
 import bench_faults
 import bench_mq
@@ -182,6 +183,7 @@ BENCHMARKS = {
     "faults": (bench_faults.run, bench_faults.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
+    "balance": (bench_balance.run, bench_balance.add_arguments),
     "prefix": (bench_prefix.run, bench_prefix.add_arguments),
     "decode": (bench_decode.run, bench_decode.add_arguments),
     "offline": (bench_offline.run, bench_offline.add_arguments),

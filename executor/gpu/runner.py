@@ -52,18 +52,19 @@ def choose_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def find_device(rank: int) -> torch.device:
-    """The device of a rank. Raises ConfigError where there is none."""
+def find_device(rank: int, engine: int = 0, ranks: int = 1) -> torch.device:
+    """The device of a rank of a replica that has so many. Raises ConfigError if there is none."""
+    number = engine * ranks + rank
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:
         raise ConfigError(f"device = 'cuda': {error}") from error
-    if rank >= count:
+    if number >= count:
         raise ConfigError(
-            f"device = 'cuda': rank {rank} needs a device of its own, and torch "
+            f"device = 'cuda': worker {number} needs a device of its own, and torch "
             f"{torch.__version__} sees {count}"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", number)
 
 
 class GpuModelRunner:
@@ -75,9 +76,10 @@ class GpuModelRunner:
         spec: ModelSpec,
         rank: int = 0,
         device: torch.device | None = None,
+        engine: int = 0,
     ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
-        self._device = device or find_device(rank)
+        self._device = device or find_device(rank, engine, config.tensor_parallel_size)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None

@@ -69,7 +69,11 @@ class ConsoleReporter:
     def lost(self, death: TellLost) -> None:
         if death.traceback:
             _say(death.traceback.rstrip())
-        _say(f"{death.error}; restarting {' and '.join(death.lost)}")
+        names = " and ".join(death.lost)
+        if death.final:
+            _say(f"{death.error}; {names} stay down, and the other replicas go on")
+        else:
+            _say(f"{death.error}; restarting {names}")
 
     def back(self, names: Sequence[str], seconds: float) -> None:
         _say(f"{' and '.join(names)} back after {seconds:.1f} s")
