@@ -49,6 +49,7 @@ ACTORS = (
     ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", "detokenizer"),
     ActorRow("coordinator", "ringcast.actors.coordinator:Coordinator", "coordinator", 0),
     ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", ENGINE),
+    ActorRow("gateway", "ringcast.actors.node_gateway:NodeGateway", ENGINE, 0),  # see hosts.py
 )
 
 EDGES = (

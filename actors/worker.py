@@ -56,7 +56,8 @@ class Worker:
         self._boot = boot
         self._control = control
         self._rank = topology.rank_of(boot.actor, boot.counts)
-        self._engine = topology.engine_of(boot.actor, boot.counts) or 0
+        engine = topology.engine_of(boot.actor, boot.counts) or 0
+        self._engine = engine if boot.cluster is None else engine - boot.cluster.first
         self._plans: Receiver
         self._outputs: Sender
         for endpoint in boot.endpoints:

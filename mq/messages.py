@@ -12,6 +12,8 @@ One request's way, with the edge (actors/topology.py) that carries each message:
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
     scheduler -> detokenizer  OpenStream, StreamStep, Ping, ResetPrefixCache
     detokenizer -> scheduler  StopStream (a stop string was found)
+    gateway -> scheduler      PeersGone, on another host, in the place of either; the scheduler
+                              answers PeersGoneHeard (actors/master_gateway.py)
     detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping,
                               ResetPrefixCache
     scheduler -> coordinator  Load, where there are several schedulers (data parallelism)
@@ -271,7 +273,16 @@ class AbortClient(Message, tag="abort_client"):
     client: int
 
 
-TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache
+class PeersGone(Message, tag="gone"):
+    """To the scheduler of another host, which isn't told by its own supervisor: these actors are
+    dead, and what they had sent has come before this. Answered by PeersGoneHeard, after all that
+    was said on their behalf."""
+
+    death: int
+    names: list[str]
+
+
+TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache | PeersGone
 
 
 # --- scheduler <-> detokenizer ------------------------------------------------------------------
@@ -343,7 +354,13 @@ class StreamStep(Message, tag="step"):
     pooled: list[tuple[int, bytes]] = []
 
 
-SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
+class PeersGoneHeard(Message, tag="gone_heard"):
+    """To the gateway in the detokenizer's place, which keeps it."""
+
+    death: int
+
+
+SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache | PeersGoneHeard
 
 
 class StopStream(Message, tag="stop"):
@@ -356,7 +373,7 @@ class StopStream(Message, tag="stop"):
     num_tokens: int
 
 
-DetokenizerToScheduler = StopStream
+DetokenizerToScheduler = StopStream | PeersGone
 
 
 # --- detokenizer -> client ----------------------------------------------------------------------

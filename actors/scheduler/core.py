@@ -10,6 +10,7 @@
     AbortClient    ends what is open of a client's requests. So does a lost client.
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
     Ping           waits for the next plan, and goes on when that step's output is back.
+    PeersGone      loses each of these peers, on another host than theirs. Answered last of all.
     ResetPrefixCache  makes the KV cache forget, and goes on at once. It always can: see KVCache.
 
 Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
@@ -100,6 +101,7 @@ class SchedulerCore:
             messages.ResetPrefixCache: self._reset_prefix_cache,
             messages.StopStream: self._stop,
             messages.WorkerReady: self._worker_ready,
+            messages.PeersGone: self._peers_gone,
         }
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
@@ -306,6 +308,11 @@ class SchedulerCore:
         elif peer == self._detokenizer:
             for sequence in list(self._streams.values()):
                 self._end(sequence, "abort")
+
+    def _peers_gone(self, message: messages.PeersGone) -> None:
+        for name in message.names:
+            self._lose(name)
+        self._outbox.gone_heard.append(messages.PeersGoneHeard(message.death))
 
     def _stop(self, message: messages.StopStream) -> None:
         sequence = self._streams.get(message.stream)
