@@ -42,6 +42,14 @@ class Actor:
     def make_core(self) -> Core:
         raise NotImplementedError
 
+    def make_links(self) -> Links:
+        return Links(self.boot.endpoints, self.on_batch)
+
+    def now(self) -> float:
+        """`time.monotonic()` by the clock of the host whose clients are served."""
+        cluster = self.boot.cluster
+        return time.monotonic() + (0.0 if cluster is None else cluster.clock_offset)
+
     async def start(self) -> dict[str, str | int | float]:
         """Get ready for work; what it returns is shown to the user."""
         self.core = self.make_core()
@@ -51,7 +59,7 @@ class Actor:
         """Act on messages that arrived together."""
         core = self.core
         assert core is not None
-        now = time.monotonic()
+        now = self.now()
         for source, message in batch:
             self.send_all(core.handle(source, message, now))
         self.send_all(core.flush(now))
@@ -101,7 +109,7 @@ class Actor:
     def _lose(self, message: supervision.PeersLost) -> None:
         self.links.lose(message.lost)
         if self.core is not None:
-            now = time.monotonic()
+            now = self.now()
             for source in message.lost:
                 self.send_all(self.core.handle(source, PeerLost(), now))
             self.send_all(self.core.flush(now))
@@ -114,7 +122,7 @@ class Actor:
         # An exception in a callback (a core's broken invariant) ends the actor instead of being
         # logged and forgotten.
         loop.set_exception_handler(lambda _, context: self.stop(_exception_of(context)))
-        self.links = Links(self.boot.endpoints, self.on_batch)
+        self.links = self.make_links()
         loop.add_reader(self.control.fileno(), self._read_control)
         try:
             details = await self.start()

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from ..mq import supervision
+from ..mq.cluster_config import ClusterPlace
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import Endpoint
-from ..mq.errors import ConfigError
+from ..mq.errors import ConfigError, NodeEndError, NodeLostError
 from .control import Control, shorten
 from .linux import die_with_parent
 
@@ -31,7 +32,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
     actor: the instance's name ("tokenizer.0"). target: "module:class" of its shell. counts: how
     many instances of each kind there are. group_fd: an empty anonymous file that the workers
-    started together share; -1 where a worker is the only one.
+    started together share; -1 where a worker is the only one. cluster: this host's place, where
+    there are several.
     """
 
     actor: str
@@ -45,6 +47,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     group_fd: int = -1
     server: ServerConfig | None = None
     listen_fd: int = -1
+    cluster: ClusterPlace | None = None
 
 
 def read_fd(fd: int) -> bytes:
@@ -74,16 +77,23 @@ def main() -> int:
         actor: Any = getattr(importlib.import_module(module), name)(boot, control)
         actor.run()
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        summary = (
-            str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        )
-        failed = supervision.ActorFailed(
-            shorten(summary), shorten(text), isinstance(error, ConfigError)
-        )
-        control.send(failed)
+        control.send(_last_words(error))
         return 1
     return 0
+
+
+def _last_words(error: BaseException) -> supervision.ActorFailed:
+    text = shorten("".join(traceback.format_exception(error)))
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        (error,) = error.exceptions
+    # Of these the reason is on another host: no trace leads there.
+    if isinstance(error, NodeEndError):
+        return supervision.ActorFailed(str(error), "", exit_code=error.exit_code)
+    if isinstance(error, NodeLostError):
+        return supervision.ActorFailed(str(error), "", from_outside=error.from_outside)
+    if isinstance(error, ConfigError):
+        return supervision.ActorFailed(shorten(str(error)), text, user_error=True)
+    return supervision.ActorFailed(shorten(f"{type(error).__name__}: {error}"), text)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,16 @@ class Child:
         """Whether it ended by a SIGKILL that wasn't ours."""
         return self._status == -signal.SIGKILL and not self.reason
 
+    @property
+    def exit_code(self) -> int:
+        """With which it wants the topology to end; 0 if it doesn't."""
+        return 0 if self.last_words is None else self.last_words.exit_code
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether it says that it ended by no fault of what it was given."""
+        return self.last_words is not None and self.last_words.from_outside
+
     @classmethod
     def spawn(cls, make_boot: Callable[[int], Boot], fds: Collection[int]) -> Child:
         """make_boot: what the actor is told, given the number of its control descriptor. fds: what
@@ -76,8 +86,8 @@ class Child:
     def describe_death(self) -> tuple[str, str, bool]:
         """(what happened, the child's own traceback if it sent one, whether the user did it)"""
         words = self.last_words
-        if words is not None and words.user_error:
-            return words.error, words.traceback, True
+        if words is not None and (words.user_error or not words.traceback):  # they say it all
+            return words.error, words.traceback, words.user_error
         error = f"{self.name} (pid {self.pid}) died: {describe_exit(self._status)}"
         if self.reason:
             return self.reason, "", False

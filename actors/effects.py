@@ -27,7 +27,7 @@ class MarkDead(msgspec.Struct, frozen=True):
 class TellLost(msgspec.Struct, frozen=True):
     """PeersLost to each of `to` (which may be nobody); each answers `forgotten(itself, death)`.
 
-    from_outside: as in PeersLost.
+    from_outside: as in PeersLost. final: it isn't started again, and the others go on without it.
     """
 
     to: tuple[str, ...]
@@ -37,6 +37,7 @@ class TellLost(msgspec.Struct, frozen=True):
     traceback: str
     lost: tuple[str, ...]
     from_outside: bool = False
+    final: bool = False
 
 
 class TellBack(msgspec.Struct, frozen=True):

@@ -50,6 +50,9 @@ class ControlReporter:
     def lost(self, death: TellLost) -> None:
         pass
 
+    def notice(self, text: str) -> None:
+        pass
+
     def back(self, names: Sequence[str], seconds: float) -> None:
         pass
 

@@ -41,6 +41,11 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 5. Who doesn't answer within --step-timeout hangs and is killed, which is a death of its own. An
    external client can't be killed, and is waited for.
 6. A client that dies while DRAINING stays down: it would have nothing to do.
+7. A replica that dies once too often, or by a ConfigError, is given up while there is another one:
+   it stays down, and the rest goes on.
+8. A remote unit's actor waits for another host (actors/master_gateway.py). At the first start that
+   may take --startup-timeout; once the others serve, it may take any time, and however often the
+   other host is lost, its replica isn't given up.
 """
 
 from __future__ import annotations
@@ -65,6 +70,7 @@ from .effects import (
     Timer,
 )
 from .restarts import Death, Phase, Unit
+from .topology import ENGINE
 
 FAIL_SECONDS = 2.0
 STOP_SECONDS = 5.0
@@ -83,7 +89,7 @@ class State(enum.Enum):
 class Lifecycle:
     """units: what is restarted together, by name, in starting order. clients: the names of all
     clients. external: those of them that are no children (the process of an `LLM`): the death of
-    one is a stop.
+    one is a stop. remote: units whose work is done on another host.
 
     Times are in seconds. Every event returns what is to be done, in order.
     """
@@ -94,6 +100,7 @@ class Lifecycle:
         clients: Iterable[str],
         *,
         external: Iterable[str] = (),
+        remote: Iterable[str] = (),
         shutdown_timeout: float,
         max_restarts: int,
         startup_timeout: float,
@@ -105,6 +112,7 @@ class Lifecycle:
         self._unit_of = {actor: unit for unit in self._units for actor in unit.actors}
         self._clients = tuple(clients)
         self._external = tuple(external)
+        self._remote = frozenset(remote)
         self._not_listening = set(self._clients)
         self._not_drained: set[str] = set()
         self._unanswered: dict[str, dict[int, str]] = {}  # actor: {death: the timer for it}
@@ -176,9 +184,11 @@ class Lifecycle:
         user_error: bool = False,
         *,
         from_outside: bool = False,
+        exit_code: int = 0,
         now: float,
     ) -> Sequence[Effect]:
-        """A process is gone and reaped, for a reason if it gave one."""
+        """A process is gone and reaped, for a reason if it gave one. exit_code: if not 0, that all
+        else has to end, too, with this."""
         unit = self._unit_of[actor]
         unit.running.discard(actor)
         self._unanswered.pop(actor, None)
@@ -191,8 +201,12 @@ class Lifecycle:
             return self._settle()
         self._num_deaths += 1
         unit.went_down(Death(self._num_deaths, actor, error, traceback, from_outside), now)
-        if user_error or not self._restarts or unit.deaths_in_a_row > self._max_restarts:
-            return self._fail(unit, user_error)
+        if exit_code:
+            return self._fail(unit, user_error, exit_code)
+        if self._is_final(unit, user_error):
+            if not self._can_do_without(unit):
+                return self._fail(unit, user_error)
+            unit.given_up = True
         return self._lose(unit)
 
     def timer(self, key: str, now: float) -> Sequence[Effect]:
@@ -229,14 +243,17 @@ class Lifecycle:
             return [Announce()]
         return []
 
-    def _fail(self, unit: Unit, user_error: bool) -> Sequence[Effect]:
-        self.exit_code = 2 if user_error else 1
+    def _is_final(self, unit: Unit, user_error: bool) -> bool:
+        if not self._restarts:
+            return True
+        too_often = unit.deaths_in_a_row > self._max_restarts
+        return (user_error or too_often) and unit.name not in self._remote
+
+    def _fail(self, unit: Unit, user_error: bool, exit_code: int = 0) -> Sequence[Effect]:
+        self.exit_code = exit_code or (2 if user_error else 1)
         self.state = State.FAILING
         self._not_drained = set(self._clients).intersection(self._listeners())
-        death, error = unit.death, unit.death.error
-        if 0 < self._max_restarts < unit.deaths_in_a_row:
-            times = f"{unit.deaths_in_a_row} times in a row"
-            error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
+        death, error = unit.death, self._reason(unit)
         effects: list[Effect] = [
             MarkDead((death.actor,)),
             TellFailed(death.actor, error, death.traceback, user_error),
@@ -244,6 +261,13 @@ class Lifecycle:
         if not self._not_drained:
             return [*effects, *self._stop_all()]
         return [*effects, self._deadline(FAIL_SECONDS)]
+
+    def _reason(self, unit: Unit) -> str:
+        error = unit.death.error
+        if unit.name not in self._remote and 0 < self._max_restarts < unit.deaths_in_a_row:
+            times = f"{unit.deaths_in_a_row} times in a row"
+            error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
+        return error
 
     def _deadline_passed(self, key: str) -> Sequence[Effect]:
         if key != self._deadline_key or self.state is State.STOPPED:
@@ -266,6 +290,18 @@ class Lifecycle:
     def _restarts(self) -> bool:
         return self.state in (State.SERVING, State.DRAINING)
 
+    def _can_do_without(self, unit: Unit) -> bool:
+        """Whether this is a replica, and not the last one."""
+        replicas = [other for other in self._units if other.name.startswith(f"{ENGINE}.")]
+        others = [
+            other
+            for other in replicas
+            if other is not unit
+            and not other.given_up
+            and (other.phase is Phase.UP or other.name not in self._remote)
+        ]
+        return self._restarts and self._max_restarts > 0 and unit in replicas and bool(others)
+
     def _lose(self, unit: Unit) -> Sequence[Effect]:
         """A unit has gone DOWN: nobody counts on it from here on."""
         effects: list[Effect] = [MarkDead(unit.actors)]
@@ -287,16 +323,16 @@ class Lifecycle:
 
     def _tell_lost(self, unit: Unit, to: tuple[str, ...]) -> Iterator[Effect]:
         death = unit.death
-        if to:
-            yield TellLost(
-                to,
-                death.number,
-                death.actor,
-                death.error,
-                death.traceback,
-                unit.actors,
-                death.from_outside,
-            )
+        yield TellLost(
+            to,
+            death.number,
+            death.actor,
+            self._reason(unit),
+            death.traceback,
+            unit.actors,
+            death.from_outside,
+            unit.given_up,
+        )
         for actor in to:
             timer = self._timer(self._step_timeout, f"silent {actor}")
             self._unanswered.setdefault(actor, {})[death.number] = timer.key
@@ -330,8 +366,10 @@ class Lifecycle:
             if self._restarts and self._may_start(unit):
                 unit.started()
                 self._missed |= {actor: set() for actor in unit.actors}
-                key = f"startup {unit.name} {unit.death.number}"
-                effects += [Start(unit.actors), Timer(self._startup_timeout, key)]
+                effects.append(Start(unit.actors))
+                if unit.name not in self._remote:
+                    key = f"startup {unit.name} {unit.death.number}"
+                    effects.append(Timer(self._startup_timeout, key))
         return effects
 
     def _tell_back(self, unit: Unit) -> Iterator[Effect]:
@@ -354,6 +392,7 @@ class Lifecycle:
             and not any(other.running for other in self._units if other.phase is Phase.DOWN)
             and not any(unit.death.number in deaths for deaths in self._unanswered.values())
             and not unit.backing_off
+            and not unit.given_up
             and not (self.state is State.DRAINING and set(self._clients) & set(unit.actors))
         )
 
@@ -364,8 +403,11 @@ class Lifecycle:
             for actor in unit.actors
             if unit.phase is Phase.STARTING and actor not in unit.ready
         ]
-        seconds = self._startup_timeout
-        return self._kill(late, f"not ready after {seconds:g} s (--startup-timeout)")
+        reason = f"not ready after {self._startup_timeout:g} s (--startup-timeout)"
+        if never := [name for name in late if self._unit_of[name].name in self._remote]:
+            ranks = ", ".join(name.partition(".")[2] for name in never)
+            reason += f"; no headless host has joined with rank {ranks}"
+        return self._kill(late, reason)
 
     def _kill(self, actors: list[str], reason: str) -> Sequence[Effect]:
         if not actors:
@@ -374,6 +416,11 @@ class Lifecycle:
         return [Kill(tuple(actors))]
 
     # Who is there
+
+    @property
+    def given_up(self) -> set[str]:
+        """The actors that stay down while the rest goes on."""
+        return {actor for unit in self._units if unit.given_up for actor in unit.actors}
 
     def _unit(self, name: str) -> Unit:
         return next(unit for unit in self._units if unit.name == name)

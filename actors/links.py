@@ -39,11 +39,20 @@ _GLANCE_SECONDS = 1e-3  # between two looks at a dead writer's channel that is n
 
 
 class Outbox:
-    """The sending end of one channel on an event loop."""
+    """The sending end of one channel on an event loop.
 
-    def __init__(self, sender: Sender, loop: asyncio.AbstractEventLoop) -> None:
+    on_progress: called when some of what waits has left.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        loop: asyncio.AbstractEventLoop,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._sender = sender
         self._loop = loop
+        self._on_progress = on_progress
         self._waiting: deque[bytes] = deque()
 
     @property
@@ -64,10 +73,11 @@ class Outbox:
                 self._waiting.popleft()
             if not self._waiting:
                 self._loop.remove_reader(self._sender.fileno())
-                return
+                break
             if self._sender.arm():
-                return
+                break
             self._sender.disarm()
+        self._on_progress()
 
     def _try_send(self, payload: bytes) -> bool:
         try:
@@ -80,19 +90,21 @@ class Outbox:
         if self._waiting:
             self._loop.remove_reader(self._sender.fileno())
             self._waiting.clear()
+            self._on_progress()
 
     def close(self) -> None:
         self.forget()
         self._sender.close()
 
 
-class _Inbound:
-    """The receiving end of one channel."""
+class Inbound:
+    """The receiving end of one channel. writer: whose death is its end."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.source = endpoint.peers[0]
+        self.writer = endpoint.peers[0]
+        self.source = endpoint.edge.partition(">")[0]
         self.receiver = open_receiver(endpoint)
-        self.decode: codec.Decoder[Any] = codec.Decoder(getattr(messages, endpoint.messages))
+        self.decode: Callable[[bytes], Any] = codec.Decoder(getattr(messages, endpoint.messages))
         self.suspended = False
         self._armed = False
 
@@ -133,21 +145,41 @@ class Links:
         self._loop = asyncio.get_running_loop()
         self._on_batch = on_batch
         self._outboxes: dict[str, Outbox] = {}
-        self._inbound: list[_Inbound] = []
+        self._readers: dict[str, tuple[str, ...]] = {}
+        self._inbound: list[Inbound] = []
         self._scheduled = False
+        self._paused = False
         self._closed = False
         for endpoint in endpoints:
             if endpoint.role == "send":
-                target = endpoint.edge.partition(">")[2]
-                self._outboxes[target] = Outbox(open_sender(endpoint), self._loop)
+                self._add_outbox(endpoint)
             else:
-                self._inbound.append(_Inbound(endpoint))
+                self._inbound.append(self._make_inbound(endpoint))
+
+    def _add_outbox(self, endpoint: Endpoint) -> None:
+        target = endpoint.edge.partition(">")[2]
+        self._outboxes[target] = Outbox(open_sender(endpoint), self._loop)
+        self._readers[target] = endpoint.peers
+
+    def _make_inbound(self, endpoint: Endpoint) -> Inbound:
+        return Inbound(endpoint)
 
     def start(self) -> None:
-        for inbound in self._inbound:
-            if not inbound.suspended:
-                self._watch(inbound)
+        self._watch_all()
         self._pump()
+
+    def pause(self) -> None:
+        """Take nothing more in, until `resume`. What the dead had sent is taken in all the same."""
+        if not self._paused:
+            self._paused = True
+            for inbound in self._inbound:
+                self._loop.remove_reader(inbound.receiver.fileno())
+
+    def resume(self) -> None:
+        if self._paused and not self._closed:
+            self._paused = False
+            self._watch_all()
+            self._schedule()
 
     def send(self, to: str, message: messages.Message) -> None:
         """Send to an instance ("scheduler.0") or to all readers of a broadcast ("workers").
@@ -166,7 +198,7 @@ class Links:
 
         May block the loop for a moment, where a transport can't know at once what is still to come.
         """
-        lost = [inbound for inbound in self._inbound if inbound.source in names]
+        lost = [inbound for inbound in self._inbound if inbound.writer in names]
         for inbound in lost:
             self._listen(inbound)  # an incarnation may have come and died without being announced
             inbound.disarm()  # to arm it again says whether the mark is there
@@ -177,15 +209,16 @@ class Links:
                 if all([inbound.arm() for inbound in unheard]):  # noqa: C419
                     break  # they live again already
                 time.sleep(_GLANCE_SECONDS)
-        for name in names:
-            if name in self._outboxes:
-                self._outboxes[name].forget()
+        gone = set(names)
+        for target, readers in self._readers.items():
+            if not gone.isdisjoint(readers):
+                self._outboxes[target].forget()
         self._schedule()
 
     def regain(self, names: Collection[str]) -> None:
         """New incarnations of these are there: listen to them."""
         for inbound in self._inbound:
-            if inbound.source in names:
+            if inbound.writer in names:
                 self._listen(inbound)
         self._schedule()
 
@@ -199,25 +232,31 @@ class Links:
         for outbox in self._outboxes.values():
             outbox.close()
 
-    def _listen(self, inbound: _Inbound) -> None:
+    def _listen(self, inbound: Inbound) -> None:
         if inbound.suspended:
             inbound.suspended = False
             self._watch(inbound)
 
-    def _watch(self, inbound: _Inbound) -> None:
-        self._loop.add_reader(inbound.receiver.fileno(), self._wake, inbound)
+    def _watch_all(self) -> None:
+        for inbound in self._inbound:
+            if not inbound.suspended:
+                self._watch(inbound)
 
-    def _wake(self, inbound: _Inbound) -> None:
+    def _watch(self, inbound: Inbound) -> None:
+        if not self._paused:
+            self._loop.add_reader(inbound.receiver.fileno(), self._wake, inbound)
+
+    def _wake(self, inbound: Inbound) -> None:
         if not self._closed:
             inbound.disarm()
             self._pump()
 
     def _pump(self) -> None:
         self._scheduled = False
-        if self._closed:
+        if self._closed or self._paused:
             return
         taken = self._take_round()
-        if self._closed or self._scheduled:
+        if self._closed or self._scheduled or self._paused:
             return
         # A list, not a generator: every receiver is to be armed.
         if taken or not all([i.arm() for i in self._inbound if not i.suspended]):  # noqa: C419

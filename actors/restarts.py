@@ -9,7 +9,8 @@
     DOWN     | it waits for nothing any more                               | STARTING
 
 DOWN waits until all its own processes are reaped and no other unit's are dying; until everyone who
-was told of this death has answered, or has died; and until its back-off is over.
+was told of this death has answered, or has died; and until its back-off is over. A replica that is
+given up is not started again (lifecycle.py).
 
 Back-off: the first restart comes at once. A unit that dies again before it was ready, or within a
 second of it, waits before each further restart, twice as long every time.
@@ -54,6 +55,7 @@ class Unit:
         self.ready: set[str] = set()
         self.told = True  # the others of its last death
         self.backing_off = False
+        self.given_up = False  # it stays DOWN
         self.deaths_in_a_row = 0
         self._ready_at: float | None = None
 

@@ -19,16 +19,17 @@ from typing import Any, Protocol
 import msgspec
 
 from ..mq import messages, segment, socket_folder, supervision
+from ..mq.cluster_config import ClusterPlace
 from ..mq.config import EngineConfig, ModelSpec, ServerConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
 from ..mq.socket_folder import SocketFolder
 from . import effects as fx
-from . import topology
+from . import hosts, topology
 from .boot import Boot
 from .child import Child
 from .control import Control
 from .lifecycle import Lifecycle
-from .linux import oom_kills, usage
+from .linux import allow_many_files, oom_kills, usage
 from .profiling import Profiling
 from .stalls import Position, StallWatch
 
@@ -43,6 +44,9 @@ class Reporter(Protocol):
     def lost(self, death: fx.TellLost) -> None:
         """Something died and is being restarted. Once for each death."""
 
+    def notice(self, text: str) -> None:
+        """Something that people should know, of which nothing follows."""
+
     def back(self, names: Sequence[str], seconds: float) -> None:
         """It has come back, so long after it was lost."""
 
@@ -55,7 +59,8 @@ class Supervisor:
     """Runs one topology from start to end.
 
     external: the control connection of a client that is not a child (see `connection.py`); without
-    one, an API server is started for `server` and accepts on `listener`.
+    one, an API server is started for `server` and accepts on `listener`. cluster: this host's place
+    among several; a headless one has neither client nor server.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Supervisor:
         server: ServerConfig | None = None,
         listener: socket.socket | None = None,
         external: Control | None = None,
+        cluster: ClusterPlace | None = None,
     ) -> None:
         self._engine = engine
         self._spec = spec
@@ -74,7 +80,11 @@ class Supervisor:
         self._server = server
         self._listener = listener
         self._external = external
-        self._counts = {"worker": engine.tensor_parallel_size}
+        self._cluster = cluster
+        self._counts = topology.counts_of(engine)
+        if cluster is not None and cluster.config.headless:
+            self._counts = hosts.node_counts(self._counts)
+        self._part = hosts.part_of(self._counts, cluster)
         self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
@@ -102,7 +112,7 @@ class Supervisor:
         # Ctrl-C reaches the process of an `LLM` too, and there it's that process that decides what
         # it means.
         self._loop.add_signal_handler(
-            signal.SIGINT, self._on_signal if self._server else lambda: None
+            signal.SIGINT, self._on_signal if self._external is None else lambda: None
         )
         try:
             self._make_channels()
@@ -119,26 +129,32 @@ class Supervisor:
     # Starting
 
     def _make_lifecycle(self) -> Lifecycle:
-        units = topology.units(self._counts)
-        clients = [name for name in topology.instances(self._counts) if _is_client(name)]
-        external = clients[:1] if self._external is not None else []
+        clients = self._part.clients
+        external = clients[:1] if self._external is not None else ()
         self._external_name = "".join(external)
         return Lifecycle(
-            {unit: actors for unit, actors in units.items() if not set(actors) & set(external)},
+            {
+                unit: actors
+                for unit, actors in self._part.units.items()
+                if not set(actors) & set(external)
+            },
             clients,
             external=external,
-            shutdown_timeout=self._engine.shutdown_timeout if self._server else 0.0,
+            remote=self._part.remote,
+            shutdown_timeout=0.0 if self._external is not None else self._engine.shutdown_timeout,
             max_restarts=self._engine.max_restarts,
             startup_timeout=self._engine.startup_timeout,
             step_timeout=self._engine.step_timeout,
         )
 
     def _make_channels(self) -> None:
+        if self._engine.data_parallel_size > 1:
+            allow_many_files()
         segment.reap()
         socket_folder.reap()
         if self._engine.transport == "zmq":
             self._folder = SocketFolder()
-        for channel in topology.channels(self._counts):
+        for channel in self._part.channels:
             owner = ChannelOwner.create(
                 transport=self._engine.transport,
                 name=channel.name,
@@ -168,15 +184,21 @@ class Supervisor:
         for name in again:  # only now: nobody writes into a channel while it's being reset
             for owner in self._owners_of(name):
                 owner.mark_alive(name)
-        group_fd = os.memfd_create("ringcast-ranks")
+        groups = {topology.engine_of(name, self._counts): -1 for name in names}
+        for engine in groups:
+            groups[engine] = os.memfd_create("ringcast-ranks")
         for name in names:
-            self._spawn(name, group_fd)
-        os.close(group_fd)
+            self._spawn(name, groups[topology.engine_of(name, self._counts)])
+        for group_fd in groups.values():
+            os.close(group_fd)
 
     def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
         listen_fd = -1
+        engine = self._engine
+        if kind == "worker" and self._cluster is not None:  # it shares this host alone
+            engine = msgspec.structs.replace(engine, data_parallel_size=self._cluster.num)
         is_rank = kind == "worker" and self._engine.tensor_parallel_size > 1
         fds += [group_fd] if is_rank else []
         if self._listener is not None and kind == "client":
@@ -186,16 +208,17 @@ class Supervisor:
         def boot(control_fd: int) -> Boot:
             return Boot(
                 actor=name,
-                target=topology.target(kind),
+                target=self._part.target(name),
                 parent_pid=os.getpid(),
                 control_fd=control_fd,
-                engine=self._engine,
+                engine=engine,
                 spec=self._spec,
                 endpoints=endpoints,
                 counts=self._counts,
                 group_fd=group_fd if is_rank else -1,
                 server=self._server,
                 listen_fd=listen_fd,
+                cluster=self._cluster,
             )
 
         child = Child.spawn(boot, fds)
@@ -234,6 +257,8 @@ class Supervisor:
         match message:
             case supervision.Progress():
                 self._reporter.progress(name, message)
+            case supervision.Notice(text=text):
+                self._reporter.notice(text)
             case supervision.ActorReady(details=details):
                 if child is not None:
                     child.state = "ready"
@@ -248,6 +273,8 @@ class Supervisor:
                 self._apply(self._life.forgotten(name, death))
             case supervision.Statistics(values=values):
                 self._statistics[name] = values
+                if (gateway := self._part.gateways.get(name)) is not None:
+                    self._tell([gateway], message)
             case supervision.StatusRequest():
                 control.send(self._status())
             case supervision.Profile():
@@ -267,9 +294,15 @@ class Supervisor:
         self._statistics.pop(child.name, None)
         self._say(self._profiling.lost(child.name))
         error, text, user_error = child.describe_death()
-        from_outside = child.was_killed and oom_kills() == self._oom_kills
+        killed = child.was_killed and oom_kills() == self._oom_kills
         died = self._life.died(
-            child.name, error, text, user_error, from_outside=from_outside, now=now
+            child.name,
+            error,
+            text,
+            user_error,
+            from_outside=killed or child.was_lost,
+            exit_code=child.exit_code,
+            now=now,
         )
         self._apply(died)
 
@@ -401,7 +434,7 @@ class Supervisor:
         return [self._children[name] for name in chosen if self._children[name].state != "dead"]
 
     def _clients(self) -> list[str]:
-        inside = [name for name in self._children if _is_client(name)]
+        inside = [name for name in self._part.clients if name in self._children]
         return [*inside, self._external_name] if self._external_name else inside
 
     def _status(self) -> supervision.Status:
@@ -431,10 +464,6 @@ class Supervisor:
             owner.close()
         if self._folder is not None:
             self._folder.remove()
-
-
-def _is_client(name: str) -> bool:
-    return name.startswith("client.")
 
 
 def _edge_status(owner: ChannelOwner) -> supervision.EdgeStatus:

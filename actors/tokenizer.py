@@ -12,4 +12,4 @@ class Tokenizer(Actor):
     def make_core(self) -> Core:
         spec = self.boot.spec
         tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else None
-        return TokenizerCore(spec, tokenizer)
+        return TokenizerCore(spec, tokenizer, self.boot.engine.data_parallel_size)

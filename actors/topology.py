@@ -5,6 +5,12 @@ needs it. Its unit is what is restarted together: when one of an engine's proces
 have nothing left to work on. An edge goes from every instance of its source to the instances of its
 target: "each" gives every pair a channel of its own, "broadcast" gives every source one channel
 that all targets read. `channels()` writes the graph out.
+
+How many there are of a kind is a dict by kind, of all that run; where it says nothing, it is what
+the row says. A scheduler and the workers that read its plans are an engine, or *replica*: engine e
+is scheduler.e and, of T workers each, worker.(e * T) to worker.(e * T + T - 1). Only `engine_of`
+knows. Edges between the parts of an engine stay within it; tokenizer, detokenizer and coordinator
+serve all.
 """
 
 from __future__ import annotations
@@ -13,14 +19,19 @@ from typing import Literal
 
 import msgspec
 
+from ..mq.config import EngineConfig
+
+ENGINE = "engine"
+
 
 class ActorRow(msgspec.Struct, frozen=True):
-    """kind: the actor's name; target: "module:class" of its shell; unit: what it's restarted
-    with."""
+    """kind: the actor's name; target: "module:class" of its shell; unit: what it's restarted with;
+    count: how many there are where nobody says."""
 
     kind: str
     target: str
     unit: str
+    count: int = 1
 
 
 class EdgeRow(msgspec.Struct, frozen=True):
@@ -32,11 +43,13 @@ class EdgeRow(msgspec.Struct, frozen=True):
 
 # In starting order: the slowest to become ready comes first.
 ACTORS = (
-    ActorRow("worker", "ringcast.actors.worker:Worker", "engine"),
+    ActorRow("worker", "ringcast.actors.worker:Worker", ENGINE),
     ActorRow("client", "ringcast.frontend.http.actor:ApiServer", "client"),
     ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer", "tokenizer"),
     ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", "detokenizer"),
-    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", "engine"),
+    ActorRow("coordinator", "ringcast.actors.coordinator:Coordinator", "coordinator", 0),
+    ActorRow("scheduler", "ringcast.actors.scheduler.actor:Scheduler", ENGINE),
+    ActorRow("gateway", "ringcast.actors.node_gateway:NodeGateway", ENGINE, 0),  # see hosts.py
 )
 
 EDGES = (
@@ -48,6 +61,8 @@ EDGES = (
     EdgeRow("scheduler", "detokenizer", "SchedulerToDetokenizer"),
     EdgeRow("detokenizer", "scheduler", "DetokenizerToScheduler"),
     EdgeRow("detokenizer", "client", "DetokenizerToClient"),
+    EdgeRow("scheduler", "coordinator", "SchedulerToCoordinator"),
+    EdgeRow("coordinator", "client", "CoordinatorToClient"),
 )
 
 
@@ -60,37 +75,87 @@ class Channel(msgspec.Struct, frozen=True):
     messages: str
 
 
+def counts_of(engine: EngineConfig) -> dict[str, int]:
+    """How many of each kind an engine's options ask for."""
+    return counts_for(engine.data_parallel_size, engine.tensor_parallel_size)
+
+
+def counts_for(replicas: int, ranks: int) -> dict[str, int]:
+    """Likewise, of so many replicas that have so many workers each."""
+    return {
+        "worker": replicas * ranks,
+        "scheduler": replicas,
+        "coordinator": int(replicas > 1),
+    }
+
+
+def num_engines(counts: dict[str, int]) -> int:
+    return counts.get("scheduler", 1)
+
+
+def engine_of(name: str, counts: dict[str, int]) -> int | None:
+    """The number of the engine that an actor is a part of; None for what serves all of them."""
+    kind, _, number = name.partition(".")
+    if _row(kind).unit != ENGINE:
+        return None
+    return int(number) * num_engines(counts) // _count(kind, counts)
+
+
+def rank_of(worker: str, counts: dict[str, int]) -> int:
+    """A worker's rank in its engine."""
+    return int(worker.partition(".")[2]) % ranks_per_engine(counts)
+
+
+def ranks_per_engine(counts: dict[str, int]) -> int:
+    return _count("worker", counts) // num_engines(counts)
+
+
 def instances(counts: dict[str, int]) -> list[str]:
     """All actors' names, in starting order."""
-    return [f"{row.kind}.{i}" for row in ACTORS for i in range(counts.get(row.kind, 1))]
+    return [f"{row.kind}.{i}" for row in ACTORS for i in range(_count(row.kind, counts))]
 
 
 def units(counts: dict[str, int]) -> dict[str, tuple[str, ...]]:
     """What is restarted together, by its name: {"engine.0": ("worker.0", "scheduler.0"), ...}."""
     out: dict[str, tuple[str, ...]] = {}
-    for row in ACTORS:
-        for i in range(counts.get(row.kind, 1)):
-            unit = "engine.0" if row.unit == "engine" else f"{row.unit}.{i}"
-            out[unit] = (*out.get(unit, ()), f"{row.kind}.{i}")
+    for name in instances(counts):
+        engine = engine_of(name, counts)
+        unit = name if engine is None else f"{ENGINE}.{engine}"
+        out[unit] = (*out.get(unit, ()), name)
     return out
 
 
 def target(kind: str) -> str:
     """Where the shell of this kind of actor lives, as "module:class"."""
-    return next(row.target for row in ACTORS if row.kind == kind)
+    return _row(kind).target
 
 
 def channels(counts: dict[str, int]) -> list[Channel]:
-    """Every channel of a topology with so many instances of each kind (1 where not said)."""
+    """Every channel of a topology with so many instances of each kind (what the rows say where not
+    said)."""
     out: list[Channel] = []
     for edge in EDGES:
-        targets = [f"{edge.target}.{i}" for i in range(counts.get(edge.target, 1))]
-        for i in range(counts.get(edge.source, 1)):
+        for i in range(_count(edge.source, counts)):
             source = f"{edge.source}.{i}"
+            targets = _targets(edge, source, counts)
             if edge.fan == "broadcast":
-                out.append(
-                    Channel(f"{source}>{edge.target}s", source, tuple(targets), edge.messages)
-                )
+                out.append(Channel(f"{source}>{edge.target}s", source, targets, edge.messages))
             else:
                 out += [Channel(f"{source}>{t}", source, (t,), edge.messages) for t in targets]
     return out
+
+
+def _targets(edge: EdgeRow, source: str, counts: dict[str, int]) -> tuple[str, ...]:
+    names = [f"{edge.target}.{i}" for i in range(_count(edge.target, counts))]
+    engine = engine_of(source, counts)
+    return tuple(
+        name for name in names if engine is None or engine_of(name, counts) in (None, engine)
+    )
+
+
+def _count(kind: str, counts: dict[str, int]) -> int:
+    return counts.get(kind, _row(kind).count)
+
+
+def _row(kind: str) -> ActorRow:
+    return next(row for row in ACTORS if row.kind == kind)

@@ -37,6 +37,7 @@ from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
 from ..mq.errors import PeerDeadError, StepTimeoutError
+from . import topology
 from .boot import Boot
 from .control import Control
 
@@ -54,7 +55,9 @@ class Worker:
     def __init__(self, boot: Boot, control: Control) -> None:
         self._boot = boot
         self._control = control
-        self._rank = int(boot.actor.partition(".")[2])
+        self._rank = topology.rank_of(boot.actor, boot.counts)
+        engine = topology.engine_of(boot.actor, boot.counts) or 0
+        self._engine = engine if boot.cluster is None else engine - boot.cluster.first
         self._plans: Receiver
         self._outputs: Sender
         for endpoint in boot.endpoints:
@@ -75,7 +78,7 @@ class Worker:
 
     def run(self) -> None:
         boot = self._boot
-        runner = make_runner(boot.engine, boot.spec, self._rank, boot.group_fd)
+        runner = make_runner(boot.engine, boot.spec, self._rank, boot.group_fd, self._engine)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(supervision.ActorReady({} if self._rank else runner.details()))

@@ -54,7 +54,8 @@ class CpuModelRunner:
         """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
         config, spec = self._config, self._spec
         ranks = config.tensor_parallel_size
-        threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+        workers = ranks * config.data_parallel_size
+        threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         self._group = group = self._join()
         start = time.perf_counter()
@@ -87,7 +88,7 @@ class CpuModelRunner:
         block_bytes = self._model.geometry.block_bytes
         groups = tuple(group.spec for group in self._model.groups)
         num_blocks = kv_memory.num_blocks(
-            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes() // ranks
+            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes() // workers
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
         if not self._rank:

@@ -28,9 +28,12 @@ class EncoderRunner:
     and encoders are small.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, rank: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, engine: int = 0
+    ) -> None:
         assert spec.pooling is not None
         self._config, self._spec, self._rank, self._pooling = config, spec, rank, spec.pooling
+        self._device = torch.device(config.device, engine if config.device == "cuda" else None)
         self._details: dict[str, str | int | float] = {}
         self._tokens: dict[int, NDArray[np.int32]] = {}  # by row
 
@@ -39,10 +42,11 @@ class EncoderRunner:
         """Raises ModelLoadError for what is wrong with the model."""
         config, spec = self._config, self._spec
         start = time.perf_counter()
-        threads = config.num_threads or len(os.sched_getaffinity(0))
+        threads = config.num_threads or max(
+            1, len(os.sched_getaffinity(0)) // config.data_parallel_size
+        )
         torch.set_num_threads(threads)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-        device = torch.device(config.device)
         source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
@@ -50,7 +54,7 @@ class EncoderRunner:
             find_model(spec.architecture).check(spec.hf_config),
             source,
             dtype,
-            device,
+            self._device,
             lambda n, total: progress("loading weights", n, total),
         )
         loaded = time.perf_counter()

@@ -79,7 +79,8 @@ class Done:
 
 class ModelRunner(Protocol):
     """Keeps the batch, the weights and the KV cache of one rank. All ranks get the same plans, and
-    rank 0 knows their outputs. group_fd: memory that only they share.
+    rank 0 knows their outputs. group_fd: memory that only they share. engine: which replica this is
+    a rank of (it matters where each has a device of its own).
 
     `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
     is wrong with the model's files). `launch` and `execute` apply a plan to the batch and run the
@@ -111,10 +112,10 @@ class RankRunner(ModelRunner, Protocol):
 
 
 def make_runner(
-    config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+    config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1, engine: int = 0
 ) -> ModelRunner:
-    """The runner of `config.device`. Comes before torch is imported, whose OpenMP reads its
-    environment once. Raises ConfigError for what the device doesn't have.
+    """The runner of `config.device`, for a rank of a replica. Comes before torch is imported, whose
+    OpenMP reads its environment once. Raises ConfigError for what the device doesn't have.
     """
     _check_quantization(config)
     if config.deterministic and config.device not in DETERMINISTIC:
@@ -135,9 +136,11 @@ def make_runner(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
     place = {"group_fd": group_fd} if config.device in PARALLEL else {}
+    if config.device == "cuda":
+        place["engine"] = engine
     if spec.pooling is not None:
         _check_pooling(config)
-        target, place = ENCODER_RUNNER, {}
+        target, place = ENCODER_RUNNER, {"engine": engine}
     module, _, name = target.partition(":")
     kind = getattr(importlib.import_module(module), name)
     return cast(ModelRunner, kind(config, spec, rank, **place))

@@ -225,6 +225,8 @@ class AsyncLLM:
             config.max_num_queued_reqs,
             config.seed,
             config.scheduling_policy,
+            config.data_parallel_size,
+            config.data_parallel_routing,
         )
         connection.attach(
             client.deliver,

@@ -11,15 +11,16 @@
 
 The states of a request, and what is done at an event:
 
-    parked     to be sent when all is up again: it came while something was down, or something died
-               under it. With a strike it waits for its trial besides.
-    open       sent, and the engine works on it
+    parked     to be sent when it can be served: it came while it couldn't (something was down that
+               all need, or every replica was), or something died under it. With a strike it waits
+               for its trial besides.
+    open       sent, and a replica works on it
     on trial   as open, and the others with a strike wait until it has shown that it harms nobody
     aborting   to be ended, and the engine has not answered yet
     closed     out of the ledger
 
     event                      parked             open, on trial             aborting
-    all is up                  open, or on trial  -                          -
+    can be served (again)      open, or on trial  -                          -
     chunk of this incarnation  -                  to the caller              to the caller
     the last Finish            -                  closed                     closed
     Rejected                   -                  closed, raises             closed, raises
@@ -30,7 +31,7 @@ The states of a request, and what is done at an event:
     `fail_all`                 closed, raises     closed, raises             closed, raises
 
 Who is exposed to a death, who is poisonous and how the trial goes is in takeover.py; where an
-output is resumed in handle.py.
+output is resumed in handle.py; which replica a request goes to in routing.py.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from ..mq.messages import (
     ClientToTokenizer,
     Detokenized,
     Generate,
+    Loads,
     Message,
     OutputSpec,
     Ping,
@@ -67,6 +69,7 @@ from .cache_reset import CacheResets
 from .handle import RequestHandle, error_of
 from .mailbox import Mailbox
 from .pulse import Pulse
+from .routing import Router
 from .takeover import Takeover
 from .tokenizer_questions import TokenizerQuestions
 
@@ -91,7 +94,8 @@ class EngineClient:
     send: `send(to, message)` to an actor of the engine; must not block.
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
-    policy: the engine's scheduling_policy, "fcfs" or "priority".
+    policy: the engine's scheduling_policy, "fcfs" or "priority". num_engines: its replicas.
+    routing: its data_parallel_routing, "score" or "prefix".
     draining: set it, and new requests are refused. dead: what `fail_all` was told. observer: set
     it before the first request.
     """
@@ -104,6 +108,8 @@ class EngineClient:
         max_num_queued_reqs: int = 2048,
         seed: int | None = None,
         policy: str = "fcfs",
+        num_engines: int = 1,
+        routing: str = "score",
     ) -> None:
         self.spec = spec
         self.index = index
@@ -114,9 +120,10 @@ class EngineClient:
         self._policy = policy
         self._send_to = send
         self._ledger: dict[str, RequestHandle] = {}
-        self._takeover = Takeover(self._send)
-        self._pulse = Pulse(lambda number: self._send(Ping(index, number)))
-        self._resets = CacheResets(lambda name: self._send(ResetPrefixCache(index, name)))
+        self._router = Router(num_engines, index, routing)
+        self._takeover = Takeover(self._send, self._router)
+        self._pulse = Pulse(self._ping)
+        self._resets = CacheResets(self._reset)
         self._prefix = uuid.uuid4().hex[:8]
         self._questions = TokenizerQuestions(self._send, index, self._prefix)
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
@@ -146,7 +153,7 @@ class EngineClient:
         priority: int = 0,
         keep_prompt_tokens: int = 0,
     ) -> RequestHandle:
-        """Send a request to the engine, at once or when all of it is up again.
+        """Send a request to a replica, at once or when it can be served.
 
         Without `output`, each choice comes as raw chunks, few and large. priority: the lower, the
         more urgent. keep_prompt_tokens: as in Generate. Raises OverloadedError when the engine is
@@ -170,11 +177,13 @@ class EngineClient:
             priority=priority,
             keep_prompt_tokens=keep_prompt_tokens,
         )
-        parked = bool(self._takeover.down)
+        parked = self._takeover.blocked
         if not parked:
+            request = msgspec.structs.replace(request, engine=self._router.choose(request))
             self._send(request)
         handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
         self._ledger[request.request_id] = handle
+        self._router.track(handle)
         return handle
 
     def abort(self, handle: RequestHandle) -> None:
@@ -187,7 +196,7 @@ class EngineClient:
             self._close(handle)
 
     def deliver(self, source: str, message: Message) -> None:
-        """Take in a message of the engine's: Chunks, Accepted, Rejected, or an answer."""
+        """Take in a message of the engine's: Chunks, Accepted, Rejected, Loads, or an answer."""
         if isinstance(message, Chunks):
             self._pulse.beat()
             takeover, observer, now = self._takeover, self.observer, time.monotonic()
@@ -202,7 +211,9 @@ class EngineClient:
                     continue
                 if observer is not None:
                     observer.received(handle, chunk, now)
-                if chunk.finish is not None and not handle.open:
+                if chunk.finish is not None:
+                    self._router.track(handle)
+                if not handle.open:
                     self._close(handle)
                 elif handle is takeover.on_trial and handle.proven:
                     takeover.settle(handle)
@@ -210,7 +221,9 @@ class EngineClient:
             self._pulse.beat()
         elif isinstance(message, ResetPrefixCache):
             self._pulse.beat()
-            self._num_dropped += not self._resets.answered(message.request_id)
+            self._num_dropped += not self._resets.answered(message.request_id, message.engine)
+        elif isinstance(message, Loads):
+            self._router.publish(message)
         elif isinstance(message, Tokenized | Detokenized):
             self._num_dropped += not self._questions.answered(message)
         else:
@@ -235,17 +248,23 @@ class EngineClient:
             self._close(handle)
         if TOKENIZER in names:
             self._questions.blame(error)
-        if self._takeover.down:
+        if self._takeover.blocked:
             self._pulse.stop()
+            return
+        for engine in set(range(self._router.num_engines)).difference(self._router.live):
+            self._resets.lost(engine)
+        self._takeover.resume(self._ledger.values())
 
     def regained(self, names: Sequence[str]) -> None:
         """New incarnations of these actors are ready."""
-        was_down = bool(self._takeover.down)
-        if self.dead is None:
-            self._takeover.regained(names, self._ledger.values())
-            if was_down and not self._takeover.down:
-                self._resets.send_again()
-                self._questions.send_again()
+        was_blocked = self._takeover.blocked
+        if self.dead is not None:
+            return
+        self._takeover.regained(names)
+        self._takeover.resume(self._ledger.values())
+        if was_blocked and not self._takeover.blocked:
+            self._resets.send_again(self._router.live)
+            self._questions.send_again()
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every open request raises `error`, and every further `submit`."""
@@ -262,7 +281,7 @@ class EngineClient:
         """A prompt's tokens, as the tokenizer actor makes them. Raises as `submit` does."""
         self._refuse_if_unable()
         try:
-            return await self._questions.tokenize(prompt, with_texts, not self._takeover.down)
+            return await self._questions.tokenize(prompt, with_texts, not self._takeover.blocked)
         finally:
             self._wake_if_idle()
 
@@ -270,7 +289,7 @@ class EngineClient:
         """The text of tokens (i32 bytes), special ones included. Raises as `submit` does."""
         self._refuse_if_unable()
         try:
-            return await self._questions.detokenize(token_ids, not self._takeover.down)
+            return await self._questions.detokenize(token_ids, not self._takeover.blocked)
         finally:
             self._wake_if_idle()
 
@@ -297,14 +316,16 @@ class EngineClient:
     async def reset_prefix_cache(self) -> bool:
         """Let nothing that the engine has computed before be found by requests that come after.
 
-        Requests that run go on. True: unlike vLLM's, it needs no idle engine. One that is being
-        restarted is waited for. Raises EngineDeadError.
+        Requests that run go on. True: unlike vLLM's, it needs no idle engine. Done when all live
+        replicas have done it; where there are none, one that is being restarted is waited for.
+        Raises EngineDeadError.
         """
         if self.dead is not None:
             raise copy.copy(self.dead)
         self._num_resets += 1
         name = f"{self._prefix}-reset-{self._num_resets}"
-        await self._resets.ask(name, is_up=not self._takeover.down)
+        self._router.forget_prefixes()
+        await self._resets.ask(name, [] if self._takeover.blocked else self._router.live)
         return True
 
     def statistics(self) -> dict[str, float]:
@@ -326,8 +347,8 @@ class EngineClient:
             return self.dead
         if self.draining:
             return OverloadedError(_DRAINING)
-        if down := self._takeover.down:
-            names = ", ".join(sorted(down))
+        if missing := self._takeover.missing:
+            names = ", ".join(missing)
             return OverloadedError(f"{names} will be started again: {self._takeover.last_death}")
         return None
 
@@ -375,8 +396,17 @@ class EngineClient:
     def _send(self, message: ClientToTokenizer) -> None:
         self._send_to(TOKENIZER, message)
 
+    def _ping(self, number: int) -> None:
+        """Any replica's answer will do: one is enough to serve."""
+        for engine in self._router.live:
+            self._send(Ping(self.index, number, engine))
+
+    def _reset(self, name: str, engine: int) -> None:
+        self._send(ResetPrefixCache(self.index, name, engine))
+
     def _close(self, handle: RequestHandle) -> None:
         del self._ledger[handle.request_id]
+        self._router.track(handle)
         self._takeover.settle(handle)
         if self.observer is not None:
             self.observer.closed(handle)

@@ -40,6 +40,7 @@ class RequestHandle:
     prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
     mailbox: where its chunks arrive. streamed: whether each token comes as soon as it is there.
     parked, aborting: see client.py's table. accepted: by the tokenizer, since it was last sent.
+    engine: the replica that it was sent to last, or will be. counted: see routing.py.
     at_large: parked, and yet an older incarnation may still be in the engine.
     strikes, blows, struck_with: see takeover.py; the latter is what had died at the last of them.
     """
@@ -58,6 +59,7 @@ class RequestHandle:
         "at_large",
         "begun",
         "blows",
+        "counted",
         "emitted",
         "finishes",
         "mailbox",
@@ -92,6 +94,7 @@ class RequestHandle:
         self.strikes = 0
         self.blows = 0
         self.struck_with = ""
+        self.counted = (request.engine, 0)
         self._num_unfinished = n
         self.streamed = request.output.delta
         self._rendered = self.streamed and request.output.form != "raw"
@@ -106,6 +109,15 @@ class RequestHandle:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def engine(self) -> int:
+        return self.request.engine
+
+    @property
+    def num_out(self) -> int:
+        """Choices that its replica works on."""
+        return 0 if self.parked else self._num_unfinished
 
     @property
     def open(self) -> bool:
@@ -197,8 +209,10 @@ class RequestHandle:
         )
         self.parked = True
 
-    def hand_over(self) -> Generate:
-        """What is sent now. Nothing of an earlier incarnation counts from here on."""
+    def hand_over(self, engine: int) -> Generate:
+        """What is sent to `engine` now. Nothing of an earlier incarnation counts from here on."""
+        if engine != self.request.engine:
+            self.request = msgspec.structs.replace(self.request, engine=engine)
         self.parked = self.at_large = self.accepted = self.begun = self.proven = False
         self._prove_at = [place + _PROOF_BYTES for place in self._resume_at]
         return self.request

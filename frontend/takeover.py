@@ -1,10 +1,11 @@
 """Who takes a dead engine's requests over: their client, which hands them over again.
 
-While anything that a request needs is down, nothing is sent, and what is to be sent is *parked* in
-the ledger. What a death does to a request that was sent depends on what died with it:
+While what every request needs is down (the tokenizer, the detokenizer, or all replicas), nothing is
+sent, and what is to be sent is *parked* in the ledger. What a death does to a request that was sent
+depends on what died with it:
 
     died               exposed to it is                          gets a strike if exposed
-    engine             every request                             yes
+    a replica          every request that was sent there         yes
     detokenizer        every request                             yes
     tokenizer          one not known to be in the scheduler:     if it was not accepted
                        not accepted, or not begun (handle.py)
@@ -12,12 +13,18 @@ the ledger. What a death does to a request that was sent depends on what died wi
 An exposed request gets its next incarnation, with what its caller has of it, and is parked. (So
 late words of the older one are known for what they are.) One that is aborting is closed instead.
 What was parked by the tokenizer's death may be running all the same: it is *at large*, and exposed
-to the death of the engine or the detokenizer until it is sent again.
+to the death of its replica or the detokenizer until it is sent again.
+
+A parked request goes again as soon as anything can be sent: to the replica that it was with, which
+has the blocks of its prompt, or else to another one that lives. So while one replica lives, nobody
+waits for the restart of another, and a request on one doesn't notice the death of another.
 
 Some requests kill engines. They are found by their *strikes*: a death while a request was under
 way is its first one if it had proven itself since it was sent, or if something else had died the
 last time; else one more. At MAX_STRIKES it fails as poisonous and isn't sent again. Innocent ones
-share its first strike, so they must not share its second. When all is up again,
+share its first strike, so they must not share its second. A strike is a strike whichever replica
+died: two of them are all that one request can take down, be it one twice or two of them. When
+something can be sent again,
 
 1. who isn't suspect goes at once,
 2. who is goes *on trial*: one at a time, in the ledger's order, the next when the one before has
@@ -32,9 +39,10 @@ What can still take an innocent one on trial with it is another killer that has 
 requests don't wait for a trial, which would make everybody wait for the sake of two killers at
 once.
 
-A request that ends here and not in the engine may still have a straggler there (a Generate that was
-under way). So an Abort follows it, as soon as there is somebody to hear it. (If the tokenizer dies
-with that, the straggler runs to its own end, unheard.)
+A request that ends here and not in the engine, or that goes on with another replica, may still have
+a straggler where it was (a Generate that was under way). So an Abort follows it, as soon as there
+is somebody to hear it. (If the tokenizer dies with that, the straggler runs to its own end,
+unheard.)
 """
 
 from __future__ import annotations
@@ -45,6 +53,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..mq.errors import PoisonousRequestError
 from ..mq.messages import Abort, ClientToTokenizer
 from .handle import RequestHandle
+from .routing import Router
 
 MAX_STRIKES = 2
 _BLOWS = 2  # to a strike
@@ -54,30 +63,39 @@ _NEEDED = frozenset({"tokenizer", "detokenizer", "scheduler", "worker"})
 class Takeover:
     """What is down, what waits for it, and who is on trial.
 
-    send: to the tokenizer; never called while anything is down.
-    down: the names of what has died and isn't back. last_death: the text of the last death.
+    send: to the tokenizer; never called while nothing can be served. router: knows which replicas
+    live, and is told here. last_death: the text of the last death.
     on_trial: the one suspect that is out and has not proven itself.
     """
 
-    def __init__(self, send: Callable[[ClientToTokenizer], None]) -> None:
-        self.down: set[str] = set()
+    def __init__(self, send: Callable[[ClientToTokenizer], None], router: Router) -> None:
         self.last_death = ""
         self.on_trial: RequestHandle | None = None
         self.num_takeovers = 0
         self.num_poisoned = 0
         self._send = send
+        self._router = router
+        self._down: set[str] = set()  # names of what has died and isn't back
+        self._common_down: set[str] = set()  # those of them that every request needs
         self._waiting: deque[RequestHandle] = deque()  # for their trial
-        self._late: dict[str, Abort] = {}  # by request, to be sent when all is up
+        # By request and replica, to be sent when it can be heard.
+        self._late: dict[tuple[str, int], Abort] = {}
+
+    @property
+    def blocked(self) -> bool:
+        """Whether no request can be served now."""
+        return bool(self._common_down) or not self._router.any_live
+
+    @property
+    def missing(self) -> list[str]:
+        """What is down, while no request can be served for it."""
+        return sorted(self._down) if self.blocked else []
 
     def abort(self, handle: RequestHandle) -> None:
         """Tell the engine to end a request, now or when it can hear; not one it never got."""
         if not handle.sent:
             return
-        abort = Abort(handle.request_id, handle.request.incarnation)  # and all older ones
-        if self.down:
-            self._late[handle.request_id] = abort
-        else:
-            self._send(abort)
+        self._tell(Abort(handle.request_id, handle.request.incarnation, handle.engine))
 
     def lost(
         self,
@@ -90,29 +108,40 @@ class Takeover:
         needed = [name for name in names if _kind(name) in _NEEDED]
         if not needed:
             return []
-        self.down.update(needed)
+        self._down.update(needed)
         self.last_death = error
         self._waiting.clear()
-        unit = _unit(needed[0])
+        unit, engine = _unit(needed[0]), _engine(needed)
+        if engine is None:
+            self._common_down.update(needed)
+        else:
+            self._router.lose(engine)
         for handle in ledger:
+            if engine not in (None, handle.engine):
+                continue
             if not handle.parked or (handle.at_large and unit != "tokenizer"):
                 self._hit(handle, unit, from_outside)
         if self.on_trial is not None and (self.on_trial.parked or not self.on_trial.open):
             self.on_trial = None
         return [handle for handle in ledger if not handle.open]
 
-    def regained(self, names: Iterable[str], ledger: Iterable[RequestHandle]) -> None:
-        """New incarnations of these are ready. With the last of them, what is parked goes again."""
-        if not self.down:
+    def regained(self, names: Sequence[str]) -> None:
+        """New incarnations of these are ready. `resume` comes next."""
+        self._down.difference_update(names)
+        self._common_down.difference_update(names)
+        engine = _engine(names)
+        if engine is not None:
+            self._router.regain(engine)
+        late, self._late = self._late, {}
+        for abort in late.values():
+            self._tell(abort)
+
+    def resume(self, ledger: Iterable[RequestHandle]) -> None:
+        """Hand over what is parked, as far as something can be sent."""
+        if self.blocked:
             return
-        self.down.difference_update(names)
-        if self.down:
-            return
-        for abort in self._late.values():
-            self._send(abort)
-        self._late.clear()
         parked = [handle for handle in ledger if handle.parked]
-        self._waiting.extend(handle for handle in parked if _weight(handle))
+        self._waiting = deque(handle for handle in parked if _weight(handle))
         for handle in parked:
             if not _weight(handle):
                 self._hand_over(handle)
@@ -144,6 +173,7 @@ class Takeover:
                 handle.park(at_large=just_tokenizer)
             else:
                 self._give_up(handle)
+        self._router.track(handle)
 
     def _give_up(self, handle: RequestHandle) -> None:
         self.num_poisoned += 1
@@ -166,9 +196,21 @@ class Takeover:
                 self._hand_over(handle)
 
     def _hand_over(self, handle: RequestHandle) -> None:
-        request = handle.hand_over()
+        before, was_sent = handle.engine, handle.sent
+        stays = was_sent and self._router.is_live(before)
+        request = handle.hand_over(before if stays else self._router.choose(handle.request))
+        if was_sent and request.engine != before:
+            self._tell(Abort(request.request_id, request.incarnation - 1, before))
         self.num_takeovers += request.incarnation > 0
+        self._router.track(handle)
         self._send(request)
+
+    def _tell(self, abort: Abort) -> None:
+        """It means all older incarnations, too."""
+        if self._common_down or not self._router.is_live(abort.engine):
+            self._late[abort.request_id, abort.engine] = abort
+        else:
+            self._send(abort)
 
 
 def _strike(handle: RequestHandle, unit: str, from_outside: bool) -> None:
@@ -190,6 +232,12 @@ def _unit(name: str) -> str:
     """What dies as one (topology.py): the workers and their scheduler are an engine."""
     kind = _kind(name)
     return "engine" if kind in ("scheduler", "worker") else kind
+
+
+def _engine(names: Iterable[str]) -> int | None:
+    """Which replica these are, if they are one: its scheduler's number."""
+    numbers = [name.partition(".")[2] for name in names if _kind(name) == "scheduler"]
+    return int(numbers[0]) if numbers else None
 
 
 def _kind(name: str) -> str:

@@ -104,6 +104,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "splitting each. Device cpu alone"
         ),
     ] = False
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="replicas of the model on this host, each with its own scheduler, workers "
+            "and KV cache; each request goes to one of them",
+            extra={"short": "-dp"},
+        ),
+    ] = 1
+    data_parallel_routing: Annotated[
+        Literal["score", "prefix"],
+        Meta(
+            description="which replica a request goes to: score: the one with least to do; prefix: "
+            "rather one that has had the prompt's beginning. Several replicas alone"
+        ),
+    ] = "score"
     enforce_eager: Annotated[
         bool,
         Meta(description="no CUDA graphs: starts sooner, decodes slower. Device cuda alone"),
@@ -241,6 +258,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._settle_device()
         self._check_partial_prefills()
         self._check_tokenizer()
+        self._check_routing()
+
+    def _check_routing(self) -> None:
+        if self.data_parallel_routing != "score" and self.data_parallel_size == 1:
+            raise ValueError(
+                f"data_parallel_routing = {self.data_parallel_routing!r}: needs "
+                "data_parallel_size of 2 or more; one replica takes every request"
+            )
+        if self.data_parallel_routing == "prefix" and not self.enable_prefix_caching:
+            raise ValueError(
+                "data_parallel_routing = 'prefix': needs enable_prefix_caching; without it no "
+                "replica has anything to prefer it for"
+            )
 
     def _check_tokenizer(self) -> None:
         for other in ("tokenizer", "chat_template"):

@@ -9,11 +9,15 @@ RingcastError
 ├── RequestFailedError                 an accepted request failed in the engine: HTTP 500
 │   └── PoisonousRequestError          it seems to kill engines, and is not tried again
 ├── StepTimeoutError                   a step on the device doesn't end; ends its worker
+├── NodeEndError                       a headless host's engines end, all of them
+│   ├── NoMasterError                  it has found no master for too long
+│   └── JoinAgainError                 its master has been started anew: it joins again
 ├── EngineDeadError                    an actor died; ends with the child's own traceback
 └── ChannelError
     ├── ChannelTimeout                 a deadline passed; names the edge and who is slow
     ├── ChannelClosed                  this end was closed
     ├── PeerDeadError                  the other end is gone, and nothing is left to read
+    │   └── NodeLostError              it was on another host; ends the gateway to it
     └── CorruptRecordError             what was read is not what was written
 """
 
@@ -68,6 +72,22 @@ class StepTimeoutError(RingcastError):
     """A step isn't done so long after its launch: the device hangs, or its driver does."""
 
 
+class NodeEndError(RingcastError):
+    """The end of all engines of a headless host: its exit status is `exit_code`."""
+
+    exit_code = 1
+
+
+class NoMasterError(NodeEndError):
+    """No master has answered for --data-parallel-join-timeout."""
+
+
+class JoinAgainError(NodeEndError):
+    """The master has a new session, with options that may be others."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
 class EngineDeadError(RingcastError):
     """An actor died. `traceback` is the child's own text, to its last line."""
 
@@ -92,6 +112,17 @@ class ChannelClosed(ChannelError):
 
 class PeerDeadError(ChannelError):
     pass
+
+
+class NodeLostError(PeerDeadError):
+    """The link with another host is gone. Says by itself what happened.
+
+    from_outside: hardly by what its engine computed.
+    """
+
+    def __init__(self, message: str, from_outside: bool) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class CorruptRecordError(ChannelError):

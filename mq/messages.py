@@ -12,12 +12,16 @@ One request's way, with the edge (actors/topology.py) that carries each message:
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
     scheduler -> detokenizer  OpenStream, StreamStep, Ping, ResetPrefixCache
     detokenizer -> scheduler  StopStream (a stop string was found)
+    gateway -> scheduler      PeersGone, on another host, in the place of either; the scheduler
+                              answers PeersGoneHeard (actors/master_gateway.py)
     detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping,
                               ResetPrefixCache
+    scheduler -> coordinator  Load, where there are several schedulers (data parallelism)
+    coordinator -> client     Loads
 
 A *client* is whatever holds the ledger of requests: an API server, or the process that made an
 `LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
-a number that the scheduler gives out. An *incarnation* counts how often a request has been handed
+a number that its scheduler gives out. An *incarnation* counts how often a request has been handed
 to an engine, so that late results of an older one are recognised and dropped. A *takeover* hands it
 over again after a death, with the output that its client has already (`Resume`).
 
@@ -123,6 +127,7 @@ class Generate(Message, tag="generate"):
     priority: the lower, the more urgent (scheduling_policy "priority"; 0 for all with "fcfs").
     keep_prompt_tokens: of a longer prompt only so many tokens count, the last ones (and the special
         ones that the tokenizer adds); 0 keeps all.
+    engine: the replica that is to serve it: its scheduler's number. Its client chooses.
     """
 
     request_id: str
@@ -135,21 +140,23 @@ class Generate(Message, tag="generate"):
     resume: list[Resume] = []
     priority: int = 0
     keep_prompt_tokens: int = 0
+    engine: int = 0
 
 
 class Abort(Message, tag="abort"):
-    """End a request.
+    """End a request in the replica `engine`.
 
-    It means this incarnation and any older one. Answered by the Finish("abort") of each choice
-    still open, or by nothing if none is.
+    It means this incarnation and any older one there. Answered by the Finish("abort") of each
+    choice still open, or by nothing if none is.
     """
 
     request_id: str
     incarnation: int
+    engine: int = 0
 
 
 class Ping(Message, tag="ping"):
-    """Asks whether the engine works. It goes the way of a request and comes back to its client.
+    """Asks whether a replica works. It goes the way of a request and comes back to its client.
 
     The scheduler passes it on when a step has ended that was sent after it arrived (with nothing to
     compute, an empty one).
@@ -157,10 +164,12 @@ class Ping(Message, tag="ping"):
 
     client: int
     number: int
+    engine: int = 0
 
 
 class ResetPrefixCache(Message, tag="reset_prefix_cache"):
-    """Nothing computed before this is to be found in the prefix cache by whoever comes after it.
+    """Nothing computed before this is to be found in the prefix cache of the replica `engine` by
+    whoever comes after it.
 
     It goes the way of a request, in order, and comes back to its client when it is done. request_id
     tells it from all others, those of older incarnations of its client included.
@@ -168,6 +177,7 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
 
     client: int
     request_id: str
+    engine: int = 0
 
 
 class Tokenize(Message, tag="tokenize"):
@@ -263,7 +273,16 @@ class AbortClient(Message, tag="abort_client"):
     client: int
 
 
-TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache
+class PeersGone(Message, tag="gone"):
+    """To the scheduler of another host, which isn't told by its own supervisor: these actors are
+    dead, and what they had sent has come before this. Answered by PeersGoneHeard, after all that
+    was said on their behalf."""
+
+    death: int
+    names: list[str]
+
+
+TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPrefixCache | PeersGone
 
 
 # --- scheduler <-> detokenizer ------------------------------------------------------------------
@@ -335,7 +354,13 @@ class StreamStep(Message, tag="step"):
     pooled: list[tuple[int, bytes]] = []
 
 
-SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache
+class PeersGoneHeard(Message, tag="gone_heard"):
+    """To the gateway in the detokenizer's place, which keeps it."""
+
+    death: int
+
+
+SchedulerToDetokenizer = OpenStream | StreamStep | Ping | ResetPrefixCache | PeersGoneHeard
 
 
 class StopStream(Message, tag="stop"):
@@ -348,7 +373,7 @@ class StopStream(Message, tag="stop"):
     num_tokens: int
 
 
-DetokenizerToScheduler = StopStream
+DetokenizerToScheduler = StopStream | PeersGone
 
 
 # --- detokenizer -> client ----------------------------------------------------------------------
@@ -397,3 +422,37 @@ class Chunks(Message, tag="chunks"):
 
 
 DetokenizerToClient = Chunks | Ping | ResetPrefixCache
+
+
+# --- scheduler -> coordinator, coordinator -> client --------------------------------------------
+
+
+class Load(Message, tag="load"):
+    """What a replica has to do, in choices, when that has changed.
+
+    kv_usage: the share of its KV blocks that is in use. clients: (client, its choices), waiting and
+    running ones, of those that have any.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
+    clients: list[tuple[int, int]]
+
+
+SchedulerToCoordinator = Load
+
+
+class Loads(Message, tag="loads"):
+    """What all N replicas have to do, as they said last. ours: the part of it that is of the client
+    that this goes to, one of num_clients. What isn't known of a replica is -1.
+    """
+
+    waiting: bytes  # i32[N]
+    running: bytes  # i32[N]
+    ours: bytes  # i32[N]
+    kv_usage: bytes  # f32[N]
+    num_clients: int = 1
+
+
+CoordinatorToClient = Loads

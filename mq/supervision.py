@@ -3,7 +3,8 @@
 It travels over a socket pair of each actor (actors/control.py), which is also its lifeline, beside
 the channels with their requests and tokens (messages.py). One actor's life, seen from here:
 
-    actor -> supervisor       Progress ..., ActorReady, Statistics ..., ActorFailed if it fails
+    actor -> supervisor       Progress ..., Notice ..., ActorReady, Statistics ..., ActorFailed if
+                              it fails
     supervisor -> actor       PeersLost (answered by PeersForgotten), PeersBack, Shutdown
     client <-> supervisor     TopologyReady, Listening; BeginDrain, Drained; TopologyFailed;
                               StatusRequest, Status; Profile, Profiled
@@ -34,11 +35,23 @@ class ActorReady(Message, tag="ready"):
 
 
 class ActorFailed(Message, tag="failed"):
-    """Sent last by an actor that ends with an exception."""
+    """Sent last by an actor that ends with an exception.
+
+    exit_code: if it isn't 0, no restart would help, and the topology ends with it. from_outside: as
+    in PeersLost.
+    """
 
     error: str
     traceback: str
     user_error: bool = False
+    exit_code: int = 0
+    from_outside: bool = False
+
+
+class Notice(Message, tag="notice"):
+    """Something that people should know, in words; nothing follows from it."""
+
+    text: str
 
 
 class Drained(Message, tag="drained"):
@@ -56,7 +69,11 @@ class StatusRequest(Message, tag="status?"):
 
 
 class Statistics(Message, tag="statistics"):
-    """A few named numbers that an actor publishes about itself, once a second while it works."""
+    """A few named numbers that an actor publishes about itself, once a second while it works.
+
+    On a headless host those of a scheduler are passed on to its gateway, and from there to the
+    master's.
+    """
 
     values: dict[str, float]
 
@@ -92,6 +109,7 @@ ActorToSupervisor = (
     Progress
     | ActorReady
     | ActorFailed
+    | Notice
     | Listening
     | Drained
     | StatusRequest
@@ -203,7 +221,8 @@ class ActorProgress(Message, tag="actor_progress"):
 
 
 SupervisorToActor = (
-    BeginDrain
+    Statistics
+    | BeginDrain
     | Shutdown
     | TopologyFailed
     | PeersLost

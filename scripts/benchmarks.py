@@ -19,6 +19,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import bench_balance
 import bench_decode
 import bench_faults
 import bench_front
@@ -184,6 +185,7 @@ BENCHMARKS = {
     "front": (bench_front.run, bench_front.add_arguments),
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
+    "balance": (bench_balance.run, bench_balance.add_arguments),
     "prefix": (bench_prefix.run, bench_prefix.add_arguments),
     "decode": (bench_decode.run, bench_decode.add_arguments),
     "offline": (bench_offline.run, bench_offline.add_arguments),

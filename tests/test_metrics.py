@@ -21,13 +21,15 @@ PROMPT, MOST = "x" * 40, 8
 
 
 def scrape(server: Server) -> dict[str, float]:
-    """The samples whose only label is the model, by name; of the others their names, with 0."""
+    """The samples that have no label but the model and the one engine, by name; of the others their
+    names, with 0."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found: dict[str, float] = {}
     for family in families:
         for sample in family.samples:
-            is_one = sample.labels.keys() == {"model_name"}
+            is_one = sample.labels.keys() <= {"model_name", "engine"}
+            assert sample.labels.get("engine", "0") == "0"
             found[sample.name] = sample.value if is_one else 0.0
     return found
 

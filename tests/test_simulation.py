@@ -36,8 +36,12 @@ def test_every_kind_of_thing_happens():
     assert {one.profile for one in drawn} == set(scenario.PROFILES)
     faults = {(fault.kind, fault.actor) for one in drawn for fault in one.faults}
     actors = ("tokenizer.0", "scheduler.0", "worker.0", "detokenizer.0", "client.0", "client.1")
-    assert {("kill", actor) for actor in actors} <= faults
-    assert {("stall", actor) for actor in actors} <= faults
+    replicas = tuple(f"{kind}.{i}" for kind in ("scheduler", "worker") for i in (1, 2, 3))
+    for kind in ("kill", "stall"):
+        assert {(kind, actor) for actor in (*actors, "coordinator.0")} <= faults
+    assert {("kill", actor) for actor in replicas} <= faults
+    assert {one.config.data_parallel_size for one in drawn} == {1, 2, 3, 4}
+    assert {one.config.data_parallel_routing for one in drawn} == {"score", "prefix"}
     assert any(fault.seconds == math.inf for one in drawn for fault in one.faults)
     assert {one.config.max_steps_in_flight for one in drawn} == {1, 2, 3}
     totals = Counter()

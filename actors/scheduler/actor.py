@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import topology
 from ..base import Actor
 from ..core import Core
 from .core import SchedulerCore
@@ -12,4 +13,9 @@ class Scheduler(Actor):
     def make_core(self) -> Core:
         boot = self.boot
         kind = SchedulerCore if boot.spec.pooling is None else PoolingCore
-        return kind(boot.engine, boot.spec, num_workers=boot.counts.get("worker", 1))
+        return kind(
+            boot.engine,
+            boot.spec,
+            num_workers=topology.ranks_per_engine(boot.counts),
+            name=boot.actor,
+        )

@@ -10,6 +10,7 @@
     AbortClient    ends what is open of a client's requests. So does a lost client.
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
     Ping           waits for the next plan, and goes on when that step's output is back.
+    PeersGone      loses each of these peers, on another host than theirs. Answered last of all.
     ResetPrefixCache  makes the KV cache forget, and goes on at once. It always can: see KVCache.
 
 Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
@@ -23,6 +24,7 @@ At a flush all tokens and ends go out as one StreamStep, and steps are planned a
 scheduler runs ahead of them, and a sequence takes part although its newest token is not back
 (sequence.py). What ends a sequence may then be seen late: what steps in flight still sample for it
 is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step is out.
+One of several replicas reports its load, too (load.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from ...mq.config import EngineConfig, ModelSpec
 from ...mq.kv_groups import longest_chunk
 from ..core import PeerLost, Send
 from .kv_cache import KVCache
+from .load import LoadReports
 from .outbox import Outbox
 from .packed import Repacker, packed
 from .planner import Planner
@@ -55,8 +58,11 @@ class SchedulerCore:
         num_workers: int = 1,
         name: str = "scheduler.0",
         detokenizer: str = "detokenizer.0",
+        coordinator: str = "coordinator.0",
     ) -> None:
         self.name = name
+        self._coordinator = coordinator
+        self._reports = LoadReports() if config.data_parallel_size > 1 else None
         self.kv = KVCache(
             config.block_size,
             config.enable_prefix_caching,
@@ -95,6 +101,7 @@ class SchedulerCore:
             messages.ResetPrefixCache: self._reset_prefix_cache,
             messages.StopStream: self._stop,
             messages.WorkerReady: self._worker_ready,
+            messages.PeersGone: self._peers_gone,
         }
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
@@ -109,6 +116,11 @@ class SchedulerCore:
         wanted = self._streams or self._pings
         sends = self._plan(now) if wanted and self.ready else []
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
+        if self._reports is not None:
+            running = len(self.planner.running)
+            waiting = len(self._streams) - running
+            load = self._reports.take(waiting, running, self.kv.usage, now)
+            sends += [Send(self._coordinator, load)] if load is not None else []
         return sends
 
     @property
@@ -210,6 +222,8 @@ class SchedulerCore:
         ends = spec.eos_token_ids, spec.max_model_len
         request = Request(message, self._next_stream, *ends, self._now)
         self._requests[request.request_id] = request
+        if self._reports is not None:
+            self._reports.count(request.client, len(request.open))
         for stream, sequence in request.open.items():
             self._streams[stream] = sequence
             self._outbox.opens.append(
@@ -289,9 +303,16 @@ class SchedulerCore:
             for client in self._lost_clients:
                 self._abort_client(client)
             self._lost_clients.clear()
+        elif peer == self._coordinator and self._reports is not None:
+            self._reports.forget()
         elif peer == self._detokenizer:
             for sequence in list(self._streams.values()):
                 self._end(sequence, "abort")
+
+    def _peers_gone(self, message: messages.PeersGone) -> None:
+        for name in message.names:
+            self._lose(name)
+        self._outbox.gone_heard.append(messages.PeersGoneHeard(message.death))
 
     def _stop(self, message: messages.StopStream) -> None:
         sequence = self._streams.get(message.stream)
@@ -336,6 +357,8 @@ class SchedulerCore:
             request.held.remove(sequence)
         del self._streams[sequence.stream]
         del request.open[sequence.stream]
+        if self._reports is not None:
+            self._reports.count(request.client, -1)
         if not request.open:
             del self._requests[request.request_id]
 

@@ -57,6 +57,7 @@ class Outbox:
             )
         out += self.pings
         out += self.resets
+        out += self.gone_heard
         if out:
             self._clear()
         return out
@@ -72,6 +73,7 @@ class Outbox:
         self.pooled: list[tuple[int, bytes]] = []
         self.pings: list[messages.Ping] = []
         self.resets: list[messages.ResetPrefixCache] = []
+        self.gone_heard: list[messages.PeersGoneHeard] = []
         self._logprobs: list[messages.TokenLogprobs] = []
         self._prompt_logprobs: list[messages.PromptLogprobs] = []
 

@@ -57,8 +57,14 @@ class PoolingPlanner(Planner):
 class PoolingCore(SchedulerCore):
     """num_blocks and all that is said of the prefix cache are those of an empty KV cache."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, num_workers: int = 1) -> None:
-        super().__init__(config, spec, num_workers)
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        num_workers: int = 1,
+        name: str = "scheduler.0",
+    ) -> None:
+        super().__init__(config, spec, num_workers, name)
         assert spec.pooling is not None
         assert config.max_num_batched_tokens >= spec.max_model_len, "a prompt may not fit a step"
         self._vector_bytes = 4 * spec.pooling.dimension

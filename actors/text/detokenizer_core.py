@@ -9,13 +9,15 @@ A stream's life, as the scheduler's messages move it:
     StreamEnd           ended here -> gone: it acknowledges our StopStream, and nothing more is said
     the scheduler lost  -> gone, nothing more is said: its client hands the request over again
 
-What comes for a stream that is gone is dropped. Tokens are taken as they come; chunks are made once
+A stream's number is its scheduler's: those of several replicas are told apart by who sends. What
+comes for a stream that is gone is dropped. Tokens are taken as they come; chunks are made once
 per batch of messages, in `flush`, one message per client.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,41 +50,39 @@ class DetokenizerCore:
     tokenizer: None where the engine has none (skip_tokenizer_init); then there is no text.
     """
 
-    def __init__(
-        self, spec: ModelSpec, tokenizer: TextTokenizer | None, scheduler: str = "scheduler.0"
-    ) -> None:
-        self._scheduler = scheduler
+    def __init__(self, spec: ModelSpec, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._decoders = TokenDecoders(tokenizer) if tokenizer is not None else NoTokenDecoders()
         self._left_out: dict[frozenset[str], frozenset[int]] = {}  # by the markers that are kept
         if not self._decoders.by_bytes:
             logger.warning("%s: this tokenizer's decoder is of a slower kind", spec.name)
-        self._streams: dict[int, TextStream] = {}
+        self._by_scheduler: dict[str, dict[int, TextStream]] = defaultdict(dict)
         self._touched: dict[TextStream, None] = {}  # in the order of their first change
-        self._stopped: dict[int, int] = {}  # stream to number of tokens, not yet told
+        # By scheduler, stream to number of tokens, not yet told.
+        self._stopped: dict[str, dict[int, int]] = defaultdict(dict)
         self._num_tokens = 0
         self._num_chunks = 0
         self._num_dropped = 0
 
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
         if isinstance(message, StreamStep):
-            self._step(message)
+            self._step(source, message)
             for end in message.ends:
-                self._end(end)
+                self._end(source, end)
         elif isinstance(message, OpenStream):
-            self._open(message)
+            self._open(source, message)
         elif isinstance(message, Ping | ResetPrefixCache):
             return (Send(f"client.{message.client}", message),)
         else:
             assert isinstance(message, PeerLost), f"{source} sent {message!r}"
-            if source == self._scheduler:
-                self._forget_all()
+            self._forget(source)
         return ()
 
     def flush(self, now: float) -> Sequence[Send]:
         sends = [
-            Send(self._scheduler, StopStream(stream, num_tokens))
-            for stream, num_tokens in self._stopped.items()
+            Send(scheduler, StopStream(stream, num_tokens))
+            for scheduler, stopped in self._stopped.items()
+            for stream, num_tokens in stopped.items()
         ]
         self._stopped.clear()
         by_client: dict[int, list[Chunk]] = {}
@@ -98,15 +98,16 @@ class DetokenizerCore:
     def statistics(self) -> dict[str, float]:
         """dropped: entries seen before, and entries of streams that ended or never were."""
         return {
-            "streams": len(self._streams),
+            "streams": sum(len(streams) for streams in self._by_scheduler.values()),
             "tokens": self._num_tokens,
             "chunks": self._num_chunks,
             "dropped": self._num_dropped,
         }
 
-    def _open(self, opened: OpenStream) -> None:
-        assert opened.stream not in self._streams, f"stream {opened.stream} is open already"
-        stream = self._streams[opened.stream] = self._stream(opened)
+    def _open(self, source: str, opened: OpenStream) -> None:
+        streams = self._by_scheduler[source]
+        assert opened.stream not in streams, f"stream {opened.stream} is open already"
+        stream = streams[opened.stream] = self._stream(opened)
         if not opened.resumed:
             return
         try:
@@ -116,7 +117,7 @@ class DetokenizerCore:
             stream.fail(f"it can't be resumed: {error}")
         if stream.finish is not None:
             self._touched[stream] = None
-            self._stopped[opened.stream] = stream.num_tokens
+            self._stopped[source][opened.stream] = stream.num_tokens
 
     def _stream(self, opened: OpenStream) -> TextStream:
         parsers, skip = opened.output.parsers, opened.params.skip_special_tokens
@@ -134,12 +135,14 @@ class DetokenizerCore:
         """What the stream's client wants a token to be called in log-probabilities."""
         return token_id_name if stream.opened.output.tokens_as_ids else self._decoders.bytes_of
 
-    def _forget_all(self) -> None:
-        self._streams.clear()
-        self._touched.clear()
-        self._stopped.clear()
+    def _forget(self, scheduler: str) -> None:
+        """Its streams, and those of no other. (Of who is no scheduler there are none.)"""
+        for stream in self._by_scheduler.pop(scheduler, {}).values():
+            self._touched.pop(stream, None)
+        self._stopped.pop(scheduler, None)
 
-    def _step(self, step: StreamStep) -> None:
+    def _step(self, source: str, step: StreamStep) -> None:
+        streams, stopped = self._by_scheduler[source], self._stopped[source]
         last = {end.stream: end.num_tokens - 1 for end in step.ends if end.reason == "stop"}
         logprobs = StepLogprobs(step.logprobs) if step.logprobs is not None else None
         numbers = codec.ints(step.streams).tolist()
@@ -147,18 +150,18 @@ class DetokenizerCore:
         ids = codec.ints(step.token_ids).tolist()
         self._num_tokens += len(ids)
         for part in step.prompt_logprobs:
-            self._add_prompt_logprobs(part)
+            self._add_prompt_logprobs(source, part)
         for number, vector in step.pooled:
-            if (pooled := self._streams.get(number)) is not None:
+            if (pooled := streams.get(number)) is not None:
                 pooled.pooled = vector
         for number, num_cached_tokens in step.cached:
-            if (cached := self._streams.get(number)) is not None:
+            if (cached := streams.get(number)) is not None:
                 cached.num_cached_tokens = num_cached_tokens
         for number, timing in step.timings:
-            if (begun := self._streams.get(number)) is not None:
+            if (begun := streams.get(number)) is not None:
                 begun.timing = timing
         for at, (number, index, token_id) in enumerate(zip(numbers, indices, ids, strict=True)):
-            stream = self._streams.get(number)
+            stream = streams.get(number)
             if stream is None or stream.finish is not None:
                 self._num_dropped += 1
                 continue
@@ -168,7 +171,7 @@ class DetokenizerCore:
             elif logprobs is not None:
                 self._add_logprobs(stream, logprobs, at, index)
             if stream.finish is not None:
-                self._stopped[number] = stream.num_tokens
+                stopped[number] = stream.num_tokens
 
     def _push(self, stream: TextStream, index: int, token_id: int, ends_here: bool) -> bool:
         try:
@@ -178,14 +181,14 @@ class DetokenizerCore:
             stream.fail(f"token {token_id} can't be decoded: {error}")
             return False
 
-    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        stream = self._streams.get(part.of)
+    def _add_prompt_logprobs(self, source: str, part: PromptLogprobs) -> None:
+        stream = self._by_scheduler[source].get(part.of)
         if stream is None or stream.finish is not None:
             return
         stream.add_prompt_logprobs(part, self._naming(stream))
         if stream.finish is not None:
             self._touched[stream] = None
-            self._stopped[part.of] = stream.num_tokens
+            self._stopped[source][part.of] = stream.num_tokens
 
     def _add_logprobs(
         self, stream: TextStream, logprobs: StepLogprobs, at: int, index: int
@@ -195,12 +198,12 @@ class DetokenizerCore:
             if row is not None:
                 stream.add_logprobs(row)
 
-    def _end(self, end: StreamEnd) -> None:
-        stream = self._streams.pop(end.stream, None)
+    def _end(self, source: str, end: StreamEnd) -> None:
+        stream = self._by_scheduler[source].pop(end.stream, None)
         if stream is None:
             self._num_dropped += 1
             return
-        self._stopped.pop(end.stream, None)
+        self._stopped[source].pop(end.stream, None)
         if stream.finish is not None:
             return
         self._touched[stream] = None

@@ -3,8 +3,9 @@
 Each Generate goes on as an AddRequest to the scheduler, which the client is told by an Accepted, or
 is answered by a Rejected. A takeover is encoded anew, or brings the token ids of before; its output
 so far goes on as it is. What must not overtake a request takes the same way: an Abort becomes an
-AbortRequest, the loss of a client an AbortClient, and a Ping or a
-ResetPrefixCache stays what it is. A Tokenize or Detokenize is answered here.
+AbortRequest, the loss of a client an AbortClient to every scheduler, and a Ping or a
+ResetPrefixCache stays what it is. The scheduler is that of the replica which the client names. A
+Tokenize or Detokenize is answered here.
 """
 
 from __future__ import annotations
@@ -67,19 +68,19 @@ class TokenizerCore:
     """See actors/core.py. `clock` is what templates that write today's date look at.
 
     tokenizer: None where the engine has none (skip_tokenizer_init); then prompts must be token ids,
-    and what needs text is refused.
+    and what needs text is refused. num_engines: replicas behind it.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         tokenizer: TextTokenizer | None,
-        scheduler: str = "scheduler.0",
+        num_engines: int = 1,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        self._scheduler = scheduler
+        self._num_engines = num_engines
         self._templates = ChatTemplates(clock)
         self._generates = spec.pooling is None
         self._longest_prompt = spec.max_model_len - self._generates
@@ -99,12 +100,11 @@ class TokenizerCore:
             return (Send(f"client.{message.client}", self._answer(message)),)
         if isinstance(message, Abort):
             request = AbortRequest(message.request_id, message.incarnation)
-            return (Send(self._scheduler, request),)
+            return (Send(_scheduler(message.engine), request),)
         if isinstance(message, PeerLost):
-            kind, _, number = source.partition(".")
-            return (Send(self._scheduler, AbortClient(int(number))),) if kind == "client" else ()
+            return self._lose(source)
         assert isinstance(message, Ping | ResetPrefixCache), f"{source} sent {message!r}"
-        return (Send(self._scheduler, message),)
+        return (Send(_scheduler(message.engine), message),)
 
     def flush(self, now: float) -> Sequence[Send]:
         return ()
@@ -116,6 +116,13 @@ class TokenizerCore:
             "prompt_tokens": self._num_prompt_tokens,
         }
 
+    def _lose(self, peer: str) -> Sequence[Send]:
+        kind, _, number = peer.partition(".")
+        if kind != "client":
+            return ()
+        abort = AbortClient(int(number))
+        return [Send(_scheduler(engine), abort) for engine in range(self._num_engines)]
+
     def _generate(self, request: Generate) -> Sequence[Send]:
         self._num_requests += 1
         client = f"client.{request.output.client}"
@@ -123,7 +130,7 @@ class TokenizerCore:
             add = self._add(request)
             ids = add.prompt_token_ids
             accepted = Accepted(request.request_id, request.incarnation, ids)
-            return (Send(client, accepted), Send(self._scheduler, add))
+            return (Send(client, accepted), Send(_scheduler(request.engine), add))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the Rust library is no Exception
@@ -311,6 +318,10 @@ class TokenizerCore:
             param,
             "context_length_exceeded",
         )
+
+
+def _scheduler(engine: int) -> str:
+    return f"scheduler.{engine}"
 
 
 def _param(prompt: Prompt) -> str:

@@ -10,18 +10,19 @@ from ..models.llama import LlamaConfig
 from .schemes import Scheme
 
 
-def find_device(rank: int) -> torch.device:
-    """The device of a rank. Raises ConfigError where there is none."""
+def find_device(rank: int, engine: int = 0, ranks: int = 1) -> torch.device:
+    """The device of a rank of a replica that has so many. Raises ConfigError if there is none."""
+    number = engine * ranks + rank
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:
         raise ConfigError(f"device = 'cuda': {error}") from error
-    if rank >= count:
+    if number >= count:
         raise ConfigError(
-            f"device = 'cuda': rank {rank} needs a device of its own, and torch "
+            f"device = 'cuda': worker {number} needs a device of its own, and torch "
             f"{torch.__version__} sees {count}"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", number)
 
 
 def check_split(size: int, scheme: Scheme | None, model: LlamaConfig) -> None:
@@ -38,14 +39,16 @@ def check_split(size: int, scheme: Scheme | None, model: LlamaConfig) -> None:
         )
 
 
-def check_peers(size: int) -> None:
-    """Raises ConfigError where the devices of `size` ranks don't reach each other's memory."""
+def check_peers(size: int, first: int = 0) -> None:
+    """Raises ConfigError where the devices of `size` ranks, the first of which has device `first`,
+    don't reach each other's memory.
+    """
     if size > MOST_RANKS:
         raise ConfigError(
             f"tensor_parallel_size = {size}: device 'cuda' takes {MOST_RANKS} at most"
         )
-    for one in range(size):
-        for other in range(size):
+    for one in range(first, first + size):
+        for other in range(first, first + size):
             if one != other and not torch.cuda.can_device_access_peer(one, other):
                 raise ConfigError(
                     f"tensor_parallel_size = {size}: device {one} can't read the memory of device "

@@ -260,7 +260,7 @@ def join_devices(
     """The group of the ranks on CUDA devices of one host. They find each other in an anonymous
     file, empty at first, that only they have. timeout: seconds to wait for the others.
     """
-    check_peers(size)
+    check_peers(size, device.index - rank)
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric

@@ -80,12 +80,13 @@ class GpuModelRunner:
         device: torch.device | None = None,
         group_fd: int = -1,
         join: Callable[[Shape], DeviceGroup] | None = None,
+        engine: int = 0,
     ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
         self._group: DeviceGroup | Alone = Alone()
         self._join = join or self._join_ranks
-        self._device = device or find_device(rank)
+        self._device = device or find_device(rank, engine, self._size)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None

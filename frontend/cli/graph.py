@@ -80,15 +80,19 @@ class Graph(msgspec.Struct, frozen=True):
 def make_graph(
     counts: dict[str, int], transport: str = "", pids: Mapping[str, int] | None = None
 ) -> Graph:
-    """The graph with so many instances of each kind (1 where not said)."""
+    """The graph with so many instances of each kind (where not said, as many as usual). Of kinds
+    that have none nothing is drawn."""
     pids = pids or {}
     units = topology.units(counts)
-    places = place(topology.ACTORS, topology.EDGES)
-    nodes = [_node(row, counts, units, places[row.kind], pids) for row in topology.ACTORS]
+    there = {_kind(name) for name in topology.instances(counts)}
+    rows = tuple(row for row in topology.ACTORS if row.kind in there)
+    edges = tuple(e for e in topology.EDGES if {e.source, e.target} <= there)
+    places = place(rows, edges)
+    nodes = [_node(row, counts, units, places[row.kind], pids) for row in rows]
     channels = topology.channels(counts)
     return Graph(
         nodes=sorted(nodes, key=lambda node: (node.layer, node.lane)),
-        arrows=[_arrow(row, places, channels) for row in topology.EDGES],
+        arrows=[_arrow(row, places, channels) for row in edges],
         units={name: list(members) for name, members in units.items()},
         transport=transport,
     )

@@ -14,13 +14,18 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 from msgspec import inspect
 
+from ...mq.cluster_config import ClusterConfig
 from ...mq.config import EngineConfig, ServerConfig, build
 from ...mq.devices import explain_default
 from ...mq.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_TITLES: dict[type, str] = {EngineConfig: "engine", ServerConfig: "server"}
+_TITLES: dict[type, str] = {
+    EngineConfig: "engine",
+    ServerConfig: "server",
+    ClusterConfig: "several hosts",
+}
 _SCALARS: dict[type, tuple[type, str]] = {
     inspect.IntType: (int, "N"),
     inspect.FloatType: (float, "X"),

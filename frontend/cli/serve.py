@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ import uvloop
 from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
 from ...mq import supervision
+from ...mq.cluster_config import ClusterConfig, ClusterPlace
 from ...mq.config import EngineConfig, ServerConfig
 from ..http.access import with_keys
 from ..http.listener import bind
 from ..http.tls import make_context
 from ..hub import resolve_model
+from .headless import run_node
 from .options import add_options, read_options
 from .progress import StartProgress
 
@@ -27,11 +30,15 @@ from .progress import StartProgress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineConfig)
     add_options(parser, ServerConfig)
+    add_options(parser, ClusterConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     engine = read_options(args, EngineConfig)
+    place = place_of(read_options(args, ClusterConfig), engine)
+    if place is not None and place.config.headless:
+        return _run_headless(engine, place.config, start)
     server = with_keys(read_options(args, ServerConfig), os.environ)
     make_context(server)  # what is wrong with the certificate is said at once
     with bind(server.host, server.port) as listener, StartProgress() as progress:
@@ -41,9 +48,29 @@ def run(args: argparse.Namespace) -> int:
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
         reporter = ConsoleReporter(progress, server.served_model_name[0], start)
-        supervisor = Supervisor(engine, spec, reporter, server=server, listener=listener)
+        supervisor = Supervisor(
+            engine, spec, reporter, server=server, listener=listener, cluster=place
+        )
         code: int = uvloop.run(supervisor.run())
         return code
+
+
+def place_of(cluster: ClusterConfig, engine: EngineConfig) -> ClusterPlace | None:
+    """This host's place, if there are several. Raises ConfigError for what can't work."""
+    ranks = cluster.local_ranks(engine)
+    if len(ranks) == engine.data_parallel_size:
+        return None
+    cluster.ip()
+    cluster.keys()  # what is wrong with either is said at once
+    return ClusterPlace(
+        config=cluster, first=ranks.start, num=len(ranks), session=secrets.token_hex(8)
+    )
+
+
+def _run_headless(engine: EngineConfig, cluster: ClusterConfig, start: float) -> int:
+    with StartProgress() as progress:
+        spec = resolve_model(engine, progress.on_model)
+        return run_node(engine, spec, cluster, NodeReporter(progress, spec.name, start))
 
 
 class ConsoleReporter:
@@ -63,13 +90,20 @@ class ConsoleReporter:
         _say(f"{self._model}: {_in_words(details)}")
         _say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
 
+    def notice(self, text: str) -> None:
+        _say(text)
+
     def draining(self, timeout: float) -> None:
         _say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
 
     def lost(self, death: TellLost) -> None:
         if death.traceback:
             _say(death.traceback.rstrip())
-        _say(f"{death.error}; restarting {' and '.join(death.lost)}")
+        names = " and ".join(death.lost)
+        if death.final:
+            _say(f"{death.error}; {names} stay down, and the other replicas go on")
+        else:
+            _say(f"{death.error}; restarting {names}")
 
     def back(self, names: Sequence[str], seconds: float) -> None:
         _say(f"{' and '.join(names)} back after {seconds:.1f} s")
@@ -79,6 +113,16 @@ class ConsoleReporter:
         if death.traceback and not death.user_error:
             _say(death.traceback.rstrip())
         _say(f"ringcast: {death.error}")
+
+
+class NodeReporter(ConsoleReporter):
+    """The same of a headless host."""
+
+    def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
+        self._progress.stop()
+        seconds = time.monotonic() - self._start
+        _say(f"{self._model}: {_in_words(details)}")
+        _say(f"{' and '.join(addresses)} ready in {seconds:.1f} s  (Ctrl-C ends it)")
 
 
 def _in_words(details: dict[str, str | int | float]) -> str:

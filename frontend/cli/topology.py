@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ...actors import topology
 from ...mq.board import MAX_READERS
 from ...mq.config import EngineConfig
 from ...mq.endpoint import SENDERS
@@ -22,6 +23,8 @@ from .graph import Graph, make_graph
 from .graph_svg import draw_svg
 from .graph_text import draw_text
 from .remote import RemoteServer
+
+_NUMBERS = ("clients", "workers", "data-parallel-size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("--workers", "--tensor-parallel-size", "-tp"),
         type=int,
         metavar="N",
-        help="as with N workers",
+        help="as with N workers (of each replica)",
+    )
+    parser.add_argument(
+        *("--data-parallel-size", "-dp"), type=int, metavar="N", help="as with N replicas"
     )
     parser.add_argument(
         "--transport",
@@ -55,15 +61,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _graph(args: argparse.Namespace) -> Graph:
-    asked = {"client": args.clients, "worker": args.workers}
-    counts = {kind: count for kind, count in asked.items() if count is not None}
+    given = zip(_NUMBERS, (args.clients, args.workers, args.data_parallel_size), strict=True)
+    asked = {option: count for option, count in given if count is not None}
     if args.url is not None:
-        if counts or args.transport:
+        if asked or args.transport:
             raise ConfigError("--url draws what runs there, so no other numbers and no transport")
         return graph_of(asyncio.run(_status(args.url)))
-    for kind, count in counts.items():
+    for option, count in asked.items():
         if not 1 <= count <= MAX_READERS:
-            raise ConfigError(f"--{kind}s {count}: it must be 1 to {MAX_READERS}")
+            raise ConfigError(f"--{option} {count}: it must be 1 to {MAX_READERS}")
+    clients, ranks, replicas = (asked.get(option, 1) for option in _NUMBERS)
+    counts = {"client": clients, **topology.counts_for(replicas, ranks)}
     return make_graph(counts, args.transport or EngineConfig().transport)
 
 

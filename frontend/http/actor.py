@@ -51,6 +51,8 @@ class ApiServer(Actor):
             engine.max_num_queued_reqs,
             engine.seed,
             engine.scheduling_policy,
+            engine.data_parallel_size,
+            engine.data_parallel_routing,
         )
         self._client.observer = recorder = Recorder()
         app = make_app(

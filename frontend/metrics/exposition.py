@@ -2,7 +2,8 @@
 
 What the engine counts comes from the supervisor's Status, which has what every actor publishes once
 a second; what befalls requests comes from this process's Recorder. A number that is not known (of
-an actor that is being restarted) is absent for the time, and its counters begin again at 0.
+an actor that is being restarted) is absent for the time, and its counters begin again at 0. What a
+scheduler counts has the label `engine`, its replica's number.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .histogram import Histogram
 from .recorder import Recorder
 
 PREFIX = "ringcast:"
+ENGINE_LABELS = ["model_name", "engine"]
 
 GAUGES = {
     "num_requests_running": ("running", "Choices in the batch."),
@@ -60,15 +62,20 @@ class _Scrape(Collector):
 
     def _engine(self, engine: EngineTotals) -> Iterator[Metric]:
         for name, (statistic, words) in GAUGES.items():
-            yield self._gauge(name, words, engine.total(statistic))
+            yield self._of_engines(GaugeMetricFamily, name, words, engine.of(statistic))
         words = "Share of the KV blocks in use, 0 to 1."
-        yield self._gauge("kv_cache_usage_perc", words, engine.mean("kv_usage"))
+        usage = engine.of("kv_usage")
+        yield self._of_engines(GaugeMetricFamily, "kv_cache_usage_perc", words, usage)
         for name, (statistic, words) in COUNTERS.items():
-            yield self._counter(name, words, engine.total(statistic))
-        steps = engine.step_sizes()
-        if steps is not None:
-            words = "Tokens computed in a step."
-            yield self._histogram("iteration_tokens_total", words, *steps)
+            yield self._of_engines(CounterMetricFamily, name, words, engine.of(statistic))
+        sizes = HistogramMetricFamily(
+            PREFIX + "iteration_tokens_total", "Tokens computed in a step.", labels=ENGINE_LABELS
+        )
+        for number in engine.engines:
+            steps = engine.step_sizes(number)
+            if steps is not None:
+                sizes.add_metric([self._model, number], *steps)
+        yield sizes
 
     def _requests(self, recorder: Recorder) -> Iterator[Metric]:
         finished = CounterMetricFamily(
@@ -104,16 +111,16 @@ class _Scrape(Collector):
             fill.add_metric([edge.name], edge.used / max(edge.capacity, 1))
         yield from (cpu, memory, restarts, fill)
 
-    def _gauge(self, name: str, words: str, value: float | None) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, words, labels=["model_name"])
-        if value is not None:
-            family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, words: str, value: float | None) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, words, labels=["model_name"])
-        if value is not None:
-            family.add_metric([self._model], value)
+    def _of_engines(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        words: str,
+        values: dict[str, float],
+    ) -> Metric:
+        family = kind(PREFIX + name, words, labels=ENGINE_LABELS)
+        for engine, value in values.items():
+            family.add_metric([self._model, engine], value)
         return family
 
     def _histogram(

@@ -288,3 +288,20 @@ def test_a_message_touches_no_other_channels_bell(transport, tmp_path):
     finally:
         for owner in made:
             owner.close()
+def test_while_paused_nothing_is_taken_in_except_what_the_dead_had_sent(owners):
+    async def body(client, tokenizer, got, sent):
+        client.start()
+        client.pause()
+        tokenizer.send("client.0", rejected(1))
+        for _ in range(20):  # a loop that would take it in has had its chance
+            await asyncio.sleep(0)
+        assert not got
+        client.resume()
+        await until(lambda: len(got) == 1, sent)
+        client.pause()
+        tokenizer.send("client.0", rejected(2))
+        owners[1].mark_dead("tokenizer.0")
+        client.lose(["tokenizer.0"])
+        assert got[-1] == ("tokenizer.0", rejected(2))
+
+    run(owners, body)

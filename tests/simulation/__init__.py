@@ -11,6 +11,8 @@
     world.py       one run, from start to exit, and what must hold after it
     mutations.py   mistakes to put into the cores, each of which has to be found
 
+A topology has one to four replicas; what hits one of them must not be felt by the others' requests.
+
 Real are: all cores, the ledger, the life cycle, the process graph, every message's bytes, the
 channels with their capacities, cursors and marks of death. Imitated are the event loops and the
 processes: a node does one thing at a time, stops for a while between any two of its effects, and

@@ -83,6 +83,20 @@ def _without(kind: type, result: Any = ()) -> Callable[[Function], Function]:
     return make
 
 
+def _to_first(kind: type) -> Callable[[Function], Function]:
+    """`handle` that sends messages of a kind to the first replica, whichever they are for."""
+
+    def make(right: Function) -> Function:
+        def handle(self: Any, source: str, message: Any, now: float) -> Any:
+            if isinstance(message, kind):
+                message = msgspec.structs.replace(message, engine=0)
+            return right(self, source, message, now)
+
+        return handle
+
+    return make
+
+
 def _twice(right: Function) -> Function:
     def end(self: Any, *args: Any, **options: Any) -> None:
         right(self, *args, **options)
@@ -192,10 +206,10 @@ def _all_emitted(right: Function) -> Function:
 
 
 def _all_but_one(right: Function) -> Function:
-    def regained(self: Any, names: Any, ledger: Any) -> None:
-        right(self, names, list(ledger)[:-1])
+    def resume(self: Any, ledger: Any) -> None:
+        right(self, list(ledger)[:-1])
 
-    return regained
+    return resume
 
 
 def _no_trial(right: Function) -> Function:
@@ -211,6 +225,13 @@ def _unread_text(right: Function) -> Function:
         self._first_index = self.num_tokens = len(self.opened.resumed) // 4
 
     return resume
+
+
+def _first_only(right: Function) -> Function:
+    def lose(self: Any, peer: str) -> Any:
+        return right(self, peer)[:1]
+
+    return lose
 
 
 def _no_waiting(right: Function) -> Function:
@@ -244,8 +265,19 @@ MUTATIONS = [
     Mutation(
         "a dead client's requests come", _TOKENIZER, "handle", _without(PeerLost), _CRASHES, 150
     ),
+    Mutation(
+        "one replica alone hears of a dead client", _TOKENIZER, "_lose", _first_only, _CRASHES
+    ),
+    Mutation(
+        "a replica's death is everybody's",
+        takeover,
+        "_engine",
+        lambda right: lambda names: None,
+        _CRASHES,
+    ),
+    Mutation("pings go to one replica", _TOKENIZER, "handle", _to_first(messages.Ping)),
     Mutation("the scheduler forgets nothing", _SCHEDULER, "_lose", _nothing, _CRASHES),
-    Mutation("the detokenizer forgets nothing", _DETOKENIZER, "_forget_all", _nothing, _CRASHES),
+    Mutation("the detokenizer forgets nothing", _DETOKENIZER, "_forget", _nothing, _CRASHES),
     Mutation("resumed text isn't read", text_stream.TextStream, "resume", _unread_text, _CRASHES),
     Mutation("a role is said again", event_renderer.EventRenderer, "resume", _nothing, _CRASHES),
     Mutation(
@@ -260,7 +292,7 @@ MUTATIONS = [
         100,
     ),
     Mutation("what wasn't shown is resumed", handle.RequestHandle, "park", _all_emitted, _CRASHES),
-    Mutation("a parked one isn't sent", takeover.Takeover, "regained", _all_but_one, _CRASHES),
+    Mutation("a parked one isn't sent", takeover.Takeover, "resume", _all_but_one, _CRASHES),
     Mutation("suspects go together", takeover.Takeover, "_try_next", _no_trial, ("poison",)),
     Mutation("poison has a third try", takeover, "MAX_STRIKES", lambda right: 3, ("poison",)),
     Mutation(

@@ -8,7 +8,7 @@ of that name in actors/links.py, with the network's wake-ups in place of bells.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ringcast.actors import topology
 from ringcast.mq import codec, messages
@@ -130,9 +130,13 @@ class Network:
             for at in channel.progress():
                 yield (edge.name, edge.writer, *at)
 
-    def unread(self) -> dict[str, int]:
-        """Bytes that wait in each channel where any do."""
-        used = {edge.name: channel.stats().used for edge, channel in self._channels}
+    def unread(self, but: Collection[str] = ()) -> dict[str, int]:
+        """Bytes that wait in each channel where any do, but for those that only these read."""
+        used = {
+            edge.name: channel.stats().used
+            for edge, channel in self._channels
+            if not set(edge.readers) <= set(but)
+        }
         return {name: num for name, num in used.items() if num}
 
     def close(self) -> None:

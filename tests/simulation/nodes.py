@@ -12,11 +12,12 @@ but for HTTP).
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from ringcast.actors.coordinator_core import CoordinatorCore
 from ringcast.actors.core import Core, PeerLost, Send
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
@@ -145,7 +146,7 @@ class Node:
     def _act(self, batch: list[tuple[str, Any]], taken: Sequence[Inbound]) -> Job:
         sent: list[tuple[str, Any]] = []
         yield from self._handle(batch, sent)
-        self.world.wire.batch(self, [message for _, message in batch], sent)
+        self.world.wire.batch(self, batch, sent)
         for inbound in taken:
             inbound.commit()
             self.world.wake((inbound.source,))
@@ -223,18 +224,24 @@ def _nothing() -> Job:
 
 
 class CoreNode(Node):
-    """The tokenizer, the scheduler or the detokenizer."""
+    """The tokenizer, a scheduler, the detokenizer or the coordinator."""
 
     core: Core
+    _timer = False
 
     def _make(self) -> None:
         world = self.world
         spec, tokenizer = world.scenario.spec, world.tokenizer
         match self.name.partition(".")[0]:
             case "tokenizer":
-                self.core = TokenizerCore(spec, tokenizer, clock=lambda: datetime(2026, 1, 1))
+                replicas = world.scenario.config.data_parallel_size
+                today = datetime(2026, 1, 1)
+                self.core = TokenizerCore(spec, tokenizer, replicas, clock=lambda: today)
+            case "coordinator":
+                counts = world.scenario.counts
+                self.core = CoordinatorCore(counts["scheduler"], counts["client"])
             case "scheduler":
-                self.core = SchedulerCore(world.scenario.config, spec)
+                self.core = SchedulerCore(world.scenario.config, spec, name=self.name)
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
 
@@ -248,6 +255,19 @@ class CoreNode(Node):
         yield from self._send(self.core.flush(now), sent)
         if isinstance(self.core, SchedulerCore):
             self.core.check()
+        elif isinstance(self.core, CoordinatorCore):
+            self._set_timer(self.core)
+
+    def _set_timer(self, core: CoordinatorCore) -> None:
+        """Coordinator._set_timer of actors/coordinator.py."""
+        if core.due is not None and not self._timer:
+            self._timer = True
+            self.world.clock.after(max(0.0, core.due - self.world.clock.now), self.order, "flush")
+
+    def _obey_more(self, order: Any) -> Job:
+        assert order == "flush", f"{self.name} was told {order!r}"
+        self._timer = False
+        yield from self._handle([], [])
 
     def _forget(self, order: supervision.PeersLost) -> Job:
         sent: list[tuple[str, Any]] = []
@@ -292,7 +312,7 @@ class WorkerNode(Node):
     def _answer(self, message: Any) -> Job:
         (outbox,) = self.outboxes.values()
         payload = codec.encode(message)
-        self.world.wire.sent(self, "scheduler.0", message, payload)
+        self.world.wire.sent(self, outbox.edge.readers[0], message, payload)
         while not outbox.try_send(payload):
             yield None
         yield self.world.delay(self.world.scenario.pause)
@@ -325,9 +345,10 @@ class ClientNode(Node):
 
     def _make(self) -> None:
         self.open = False
-        self.pongs: list[int] = []
+        self.pongs: set[int] = set()  # replicas that have answered
         self._collected: list[Send] = []
         self._draining = False
+        self.losses: Counter[str] = Counter()  # that it was told of, by who was lost
         scenario = self.world.scenario
         self.client = EngineClient(
             scenario.spec,
@@ -336,10 +357,15 @@ class ClientNode(Node):
             scenario.max_queued,
             seed=scenario.seed,
             policy=scenario.config.scheduling_policy,
+            num_engines=scenario.config.data_parallel_size,
+            routing=scenario.config.data_parallel_routing,
         )
 
     def ping(self, number: int) -> None:
-        self._collected.append(Send("tokenizer.0", messages.Ping(self.index, number)))
+        """Every replica."""
+        for engine in range(self.world.scenario.config.data_parallel_size):
+            ping = messages.Ping(self.index, number, engine)
+            self._collected.append(Send("tokenizer.0", ping))
 
     def statistics(self) -> dict[str, float]:
         return self.client.statistics() if self.state == "ready" else {}
@@ -351,7 +377,7 @@ class ClientNode(Node):
     def _handle(self, batch: list[tuple[str, Any]], sent: list[tuple[str, Any]]) -> Job:
         for source, message in batch:
             if isinstance(message, messages.Ping):
-                self.pongs.append(message.number)
+                self.pongs.add(message.engine)
             self.client.deliver(source, message)
         yield from self._flush(sent)
 
@@ -364,12 +390,23 @@ class ClientNode(Node):
             self._tell(supervision.Drained())
 
     def _forget(self, order: supervision.PeersLost) -> Job:
+        self.losses.update(order.lost)
         self.client.lost(order.lost, order.error, order.from_outside)
+        self._check_parked()
         yield from self._flush([])
 
     def _regain(self, names: Sequence[str]) -> Job:
         self.client.regained(names)
+        self._check_parked()
         yield from self._flush([])
+
+    def _check_parked(self) -> None:
+        """Nobody waits while a replica lives, but for a trial."""
+        takeover = self.client._takeover
+        for handle in self.client._ledger.values():
+            if handle.parked and not takeover.blocked and self.client.dead is None:
+                assert takeover.on_trial is not None, f"{handle.request_id} waits for nothing"
+                assert handle.strikes or handle.blows, f"{handle.request_id} waits for others"
 
     def _obey_more(self, order: Any) -> Job:
         match order:

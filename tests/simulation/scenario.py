@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ringcast.actors import topology
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.sampling_params import SamplingParams
@@ -82,7 +83,8 @@ class Scenario:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {"client": self.num_clients}
+        counts = topology.counts_of(self.config)
+        return {**counts, "client": self.num_clients}
 
     @property
     def faulty(self) -> bool:
@@ -100,11 +102,14 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"{seed} scenario")
     profile = rng.choice(PROFILES)
     poison = "poison" in profile
+    # Of its own, so that a seed's other choices are the same whatever it says.
+    replicas = random.Random(f"{seed} replicas")
     max_model_len = rng.choice([48, 96, 96])
     tight = rng.random() < 0.5
     block_size = rng.choice([2, 4, 4, 8])
     config = EngineConfig(
         device="fake",
+        data_parallel_size=(size := replicas.choice([1, 1, 2, 3, 4])),
         block_size=block_size,
         num_gpu_blocks_override=(rng.choice([48, 64]) if tight else 400) // block_size + 1,
         max_num_seqs=rng.choice([2, 4, 8]),
@@ -112,7 +117,10 @@ def draw(seed: int) -> Scenario:
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
         max_steps_in_flight=rng.choice([1, 2, 3]),
         scheduling_policy="fcfs" if seed % 2 else "priority",
-        enable_prefix_caching=rng.random() < 0.8,
+        enable_prefix_caching=(caching := rng.random() < 0.8),
+        data_parallel_routing=replicas.choice(["score", "prefix"])
+        if size > 1 and caching
+        else "score",
         step_timeout=3.0 if profile == "storm" else 60.0,
         startup_timeout=100.0,
         shutdown_timeout=20.0,
@@ -151,7 +159,7 @@ def draw(seed: int) -> Scenario:
     if poison:
         for wish in rng.sample(scenario.wishes, rng.choice([1, 1, 2])):
             _poison(rng, wish)
-    scenario.faults = _faults(rng, scenario)
+    scenario.faults = [_spread(replicas, scenario, fault) for fault in _faults(rng, scenario)]
     if config.scheduling_policy == "priority":
         for wish in scenario.wishes:
             wish.priority = rng.choice([-1, 0, 0, 7])
@@ -256,3 +264,14 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
         # Not a client: nobody would notice while it is idle.
         out[-1] = Fault("stall", rng.choice(actors[:4]), out[-1].at, seconds=math.inf)
     return out
+
+
+def _spread(rng: random.Random, scenario: Scenario, fault: Fault) -> Fault:
+    """A fault of the first engine hits any of them, or now and then the coordinator instead."""
+    replicas = scenario.config.data_parallel_size
+    kind = fault.actor.partition(".")[0]
+    if replicas == 1 or kind not in ("scheduler", "worker"):
+        return fault
+    if rng.random() < 0.15:
+        return replace(fault, actor="coordinator.0")
+    return replace(fault, actor=f"{kind}.{rng.randrange(replicas)}")

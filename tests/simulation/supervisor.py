@@ -41,7 +41,11 @@ class Supervisor:
         self._stalls = StallWatch(config.step_timeout)
         self.life = Lifecycle(
             self._units,
-            [name for name in topology.instances(world.scenario.counts) if name[0] == "c"],
+            [
+                name
+                for name in topology.instances(world.scenario.counts)
+                if name.startswith("client.")
+            ],
             shutdown_timeout=config.shutdown_timeout,
             max_restarts=config.max_restarts,
             startup_timeout=config.startup_timeout,

@@ -7,6 +7,7 @@ against what it had sent when it committed: by then all that follows from it mus
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,13 @@ class Stream:
 class Wire:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._streams: dict[tuple[int, int], Stream] = {}  # by the scheduler's generation, number
+        # By the scheduler, its generation, and the stream's number.
+        self._streams: dict[tuple[str, int, int], Stream] = {}
         self._said: dict[tuple[str, int, int], int] = {}  # tokens in chunks so far; -1: finished
         self._incarnations: dict[str, int] = {}
+        self._losses: dict[
+            str, dict[str, int]
+        ] = {}  # by request: what its client knew when it went
 
     # As it is sent
 
@@ -52,7 +57,7 @@ class Wire:
                     assert to == f"client.{self._client_of(chunk.request_id)}"
                     self._chunk(chunk)
             case messages.Generate():
-                self._generate(message)
+                self._generate(node, message)
             case messages.Abort(request_id=request_id, incarnation=incarnation):
                 # The next incarnation may be waiting to be sent.
                 newest = self._incarnations[request_id] + 1
@@ -62,21 +67,21 @@ class Wire:
         return self._world.by_request[request_id].wish.client
 
     def _open(self, node: Node, opened: messages.OpenStream) -> None:
-        key = (node.generation, opened.stream)
+        key = (node.name, node.generation, opened.stream)
         assert key not in self._streams, f"stream {opened.stream} is opened twice"
         stream = self._streams[key] = Stream(opened)
-        same = [s for k, s in self._streams.items() if k[0] == key[0] and s.key == stream.key]
+        same = [s for k, s in self._streams.items() if k[:2] == key[:2] and s.key == stream.key]
         assert len(same) == 1, f"{stream.key} is opened twice"
 
     def _step(self, node: Node, step: messages.StreamStep) -> None:
         fields = (step.streams, step.token_index, step.token_ids)
         for number, index, _ in zip(*(codec.ints(f).tolist() for f in fields), strict=True):
-            stream = self._streams[node.generation, number]
+            stream = self._streams[node.name, node.generation, number]
             assert not stream.ended, f"{stream.key} speaks after its end"
             assert index == stream.num_tokens, f"{stream.key}: token {index} is out of turn"
             stream.num_tokens += 1
         for end in step.ends:
-            stream = self._streams[node.generation, end.stream]
+            stream = self._streams[node.name, node.generation, end.stream]
             assert not stream.ended, f"{stream.key} ends twice"
             assert end.num_tokens <= stream.num_tokens
             stream.ended = True
@@ -91,7 +96,8 @@ class Wire:
         assert finished or num_tokens or chunk.text, f"{key}: an empty chunk"
         self._said[key] = -1 if finished else said + num_tokens
 
-    def _generate(self, message: messages.Generate) -> None:
+    def _generate(self, node: Node, message: messages.Generate) -> None:
+        self._has_reason(node, message)
         request_id, incarnation = message.request_id, message.incarnation
         assert incarnation > self._incarnations.get(request_id, -1), f"{request_id}: sent again"
         self._incarnations[request_id] = incarnation
@@ -103,16 +109,32 @@ class Wire:
         if not self._world.num_other_deaths and self._world.num_poisonous == 1:
             assert user.num_kills <= 1, "poison is tried a third time"
 
+    def _has_reason(self, node: Node, message: messages.Generate) -> None:
+        """Nothing is sent again but for the death of what it was with: not of another replica."""
+        losses = node.losses
+        names = (f"scheduler.{message.engine}", "tokenizer.0", "detokenizer.0")
+        before = self._losses.get(message.request_id)
+        if before is not None:
+            changed = [name for name, times in before.items() if losses[name] != times]
+            assert changed, f"{message.request_id} was disturbed for nothing"
+        self._losses[message.request_id] = {name: losses[name] for name in names}
+
     # When a batch is done
 
-    def batch(self, node: Node, received: Sequence[Any], sent: Sequence[tuple[str, Any]]) -> None:
+    def batch(
+        self,
+        node: Node,
+        arrived: Sequence[tuple[str, Any]],
+        sent: Sequence[tuple[str, Any]],
+    ) -> None:
         kind = node.name.partition(".")[0]
+        received = [message for _, message in arrived]
         if kind == "tokenizer":
             self._tokenized(received, [message for _, message in sent])
         elif kind == "scheduler":
             self._scheduled(node, received)
         elif kind == "detokenizer":
-            self._detokenized(node, received)
+            self._detokenized(node, arrived)
 
     def _tokenized(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
         def count(kind: Any, of: Any) -> int:
@@ -148,23 +170,24 @@ class Wire:
                     self._all_ended(node, None, lambda s, n=client: s.output.client == n)
 
     def _all_ended(self, node: Node, request_id: str | None, which: Any) -> None:
-        for (generation, _), stream in self._streams.items():
+        for (name, generation, _), stream in self._streams.items():
             if (
-                generation == node.generation
+                (name, generation) == (node.name, node.generation)
                 and request_id in (None, stream.opened.request_id)
                 and which(stream.opened)
             ):
                 assert stream.ended, f"{stream.key} goes on"
 
-    def _detokenized(self, node: Node, received: Sequence[Any]) -> None:
+    def _detokenized(self, node: Node, arrived: Sequence[tuple[str, Any]]) -> None:
         # Its scheduler may have died meanwhile, and another one may use the same numbers.
-        for message in received:
+        for source, message in arrived:
+            streams = [stream for key, stream in self._streams.items() if key[0] == source]
             if isinstance(message, messages.OpenStream):
-                for stream in self._streams.values():
+                for stream in streams:
                     if stream.opened == message:
                         stream.heard = node.generation
             for end in message.ends if isinstance(message, messages.StreamStep) else ():
-                for stream in self._streams.values():
+                for stream in streams:
                     if stream.opened.stream == end.stream and stream.heard == node.generation:
                         passed_on = self._said[stream.key] == -1
                         assert passed_on, f"{stream.key}: its end was not passed on"
@@ -175,14 +198,17 @@ class Wire:
         """A core has acted on PeerLost."""
         clients = {int(name[7:]) for name in lost if name.startswith("client.")}
         if node.name == "tokenizer.0":
-            told = {message.client for message in sent if isinstance(message, messages.AbortClient)}
-            assert clients <= told, f"nobody ends what {lost} had sent"
-        elif node.name == "scheduler.0":
-            for (generation, _), stream in self._streams.items():
-                if generation != node.generation or stream.ended:
+            told = Counter(m.client for m in sent if isinstance(m, messages.AbortClient))
+            for client in clients:
+                replicas = self._world.scenario.config.data_parallel_size
+                assert told[client] == replicas, f"nobody ends what {lost} had sent"
+        elif node.name.startswith("scheduler."):
+            for (name, generation, _), stream in self._streams.items():
+                if (name, generation) != (node.name, node.generation) or stream.ended:
                     continue
                 assert "detokenizer.0" not in lost, f"{stream.key} outlives its detokenizer"
                 assert stream.opened.output.client not in clients, f"{stream.key} goes on alone"
-        elif "scheduler.0" in lost:
-            for stream in self._streams.values():
-                stream.heard = -1
+        elif node.name == "detokenizer.0":
+            for (name, _, _), stream in self._streams.items():
+                if name in lost:
+                    stream.heard = -1

@@ -201,7 +201,10 @@ class World:
         if self.supervisor.failed or self._stopping or not self._at_rest():
             return
         self._check_rest()
-        unheard = [client for client in self._clients() if not client.pongs]
+        gone = self.supervisor.life.given_up
+        replicas = range(self.scenario.config.data_parallel_size)
+        live = {number for number in replicas if f"scheduler.{number}" not in gone}
+        unheard = [client for client in self._clients() if not live <= client.pongs]
         for client in unheard:  # again if a ping met a death
             client.order(functools.partial(client.ping, 1))
         if not unheard:
@@ -212,12 +215,13 @@ class World:
         if self.clock.now < self._last_fault or not all(user.done for user in self.users):
             return False
         self._due.clear()  # who has nothing to do takes no step any more
-        everyone = self.supervisor.nodes.values()
+        gone = self.supervisor.life.given_up
+        everyone = [node for name, node in self.supervisor.nodes.items() if name not in gone]
         return (
             self.supervisor.life.state is State.SERVING
             # Who hangs with nothing to read is noticed when the ping comes.
             and all(node.idle or node.stalled_until == math.inf for node in everyone)
-            and not self.network.unread()
+            and not self.network.unread(gone)
         )
 
     @property
@@ -237,9 +241,11 @@ class World:
     def _check_rest(self) -> None:
         """Nothing is left of any request, anywhere."""
         for node in self.supervisor.nodes.values():
-            if isinstance(node, CoreNode):
+            if node.state == "dead":
+                assert node.name in self.supervisor.life.given_up
+            elif isinstance(node, CoreNode):
                 statistics = node.core.statistics()
-                if node.name == "scheduler.0":
+                if node.name.startswith("scheduler."):
                     node.core.check()
                     assert not statistics["running"], statistics
                     assert not statistics["waiting"], statistics

@@ -60,6 +60,7 @@ def every_field() -> Iterator[tuple[type[msgspec.Struct], str, Any]]:
 # Options that are refused without another one.
 NEEDED = {
     "block_size": ["--device", "cpu"],
+    "data_parallel_routing": ["--data-parallel-size", "2"],
     "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "enforce_eager": ["--device", "cuda"],
     "gpu_memory_utilization": ["--device", "cuda"],

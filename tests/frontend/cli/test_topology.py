@@ -22,8 +22,13 @@ from ringcast.frontend.cli.main import main
 from ringcast.frontend.cli.topology import graph_of
 
 SVG = "{http://www.w3.org/2000/svg}"
-COUNTS = [{}, {"worker": 4}, {"client": 2}, {"client": 3, "worker": 8}]
-KINDS = [row.kind for row in topology.ACTORS]
+COUNTS = [
+    {},
+    {"worker": 4},
+    {"client": 2},
+    {"client": 3, "worker": 8},
+    topology.counts_for(replicas=2, ranks=2),
+]
 STATUS = {
     "actors": [
         {"name": name, "pid": 4000 + i}
@@ -40,6 +45,20 @@ def groups(svg: ET.Element, style: str) -> list[ET.Element]:
     return [g for g in svg.iter(f"{SVG}g") if style in g.get("class", "").split()]
 
 
+def count_of(row: ActorRow, counts: dict[str, int]) -> int:
+    return counts.get(row.kind, row.count)
+
+
+def rows_of(counts: dict[str, int]) -> list[ActorRow]:
+    """Those that there are any of."""
+    return [row for row in topology.ACTORS if count_of(row, counts)]
+
+
+def edges_of(counts: dict[str, int]) -> list[EdgeRow]:
+    kinds = {row.kind for row in rows_of(counts)}
+    return [edge for edge in topology.EDGES if {edge.source, edge.target} <= kinds]
+
+
 def row_of(graph: Any, edge: EdgeRow) -> str:
     """The edge's row, without its words."""
     (line,) = (line for line in draw_text(graph).splitlines() if f" {edge.messages} " in line)
@@ -51,22 +70,22 @@ def test_text_has_every_actor_and_edge(counts: dict[str, int]) -> None:
     graph = make_graph(counts, "ring")
     lines = draw_text(graph).splitlines()
     heading = lines[2]
-    for row in topology.ACTORS:
-        assert f"{row.kind} ×{counts.get(row.kind, 1)}" in heading
+    for row in rows_of(counts):
+        assert f"{row.kind} ×{count_of(row, counts)}" in heading
         assert any(line.split()[:2] == [row.kind, row.target] for line in lines)
     drawn = [line for line in lines if "▶" in line or "◀" in line]
-    assert len(drawn) == len(topology.EDGES)
-    for line, edge in zip(drawn, topology.EDGES, strict=True):
+    assert len(drawn) == len(edges_of(counts))
+    for line, edge in zip(drawn, edges_of(counts), strict=True):
         assert edge.messages in line.split()
         assert edge.fan in line
         assert ("═" in line) == (edge.fan == "broadcast")
-    assert max(map(len, lines)) <= 110
+    assert max(map(len, lines)) <= (130 if counts.get("coordinator") else 110)
 
 
 def test_text_arrows_start_and_end_at_their_actors() -> None:
     graph = make_graph({})
     heading = draw_text(graph).splitlines()[2]
-    for edge in topology.EDGES:
+    for edge in edges_of({}):
         row = row_of(graph, edge)
         (head,) = (i for i, letter in enumerate(row) if letter in "▶◀")
         start = next(i for i, letter in enumerate(row) if letter in "├┤╞╡")
@@ -89,9 +108,9 @@ def test_text_says_how_many_and_over_what() -> None:
 def test_svg_has_every_actor_and_edge(counts: dict[str, int]) -> None:
     svg = ET.fromstring(draw_svg(make_graph(counts, "ring")))
     actors = {group.get("data-kind"): group for group in groups(svg, "actor")}
-    assert sorted(actors) == sorted(KINDS)
-    for row in topology.ACTORS:
-        count = counts.get(row.kind, 1)
+    assert sorted(actors) == sorted(row.kind for row in rows_of(counts))
+    for row in rows_of(counts):
+        count = count_of(row, counts)
         words = texts(actors[row.kind])
         assert f"{row.kind} ×{count}" in words
         assert row.target.rpartition(":")[2] in words
@@ -101,8 +120,8 @@ def test_svg_has_every_actor_and_edge(counts: dict[str, int]) -> None:
         (group.get("data-source"), group.get("data-target"), group.get("data-messages")): group
         for group in groups(svg, "edge")
     }
-    assert len(edges) == len(topology.EDGES)
-    for edge in topology.EDGES:
+    assert len(edges) == len(edges_of(counts))
+    for edge in edges_of(counts):
         group = edges[edge.source, edge.target, edge.messages]
         assert edge.fan in group.get("class", "").split()
         assert edge.messages in texts(group)
@@ -241,7 +260,9 @@ def test_command_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--json", "--clients", "2"]) == 0
     graph = json.loads(capsys.readouterr().out)
-    assert sorted(node["kind"] for node in graph["nodes"]) == sorted(KINDS)
+    assert sorted(node["kind"] for node in graph["nodes"]) == sorted(
+        row.kind for row in rows_of({})
+    )
     assert graph["transport"] == "ring"
     names = [channel["name"] for arrow in graph["arrows"] for channel in arrow["channels"]]
     assert sorted(names) == sorted(c.name for c in topology.channels({"client": 2}))
@@ -297,3 +318,12 @@ def test_workers_by_the_engines_own_option(option: str, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "worker ×2" in said
     assert "broadcast to 2" in said
+
+
+def test_replicas_by_the_engines_own_option(capsys: Any) -> None:
+    assert main(["topology", "-dp", "3", "-tp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "scheduler ×3  worker ×6" in said
+    assert "coordinator ×1" in said
+    assert "broadcast to 2" in said
+    assert "as engine.0, engine.1, engine.2" in said

@@ -1,0 +1,107 @@
+"""Which part of the process graph is on which host, when several share the replicas.
+
+The master has tokenizer, detokenizer, clients and its own replicas, and for each replica r that is
+elsewhere a gateway in the place of scheduler.r. The host of that replica (a *node*) has its
+scheduler and workers, and gateway.r in the place of all that this scheduler talks to. So a record
+travels on the same edge on either host, and on the link between the two gateways in between:
+
+    master    tokenizer.0 -> [scheduler.2]                     -> detokenizer.0
+                                  |  ^           link of rank 2
+    node                     [tokenizer.0 ... ] -> scheduler.2 -> [detokenizer.0 ...]
+
+Names and numbers are the whole cluster's on every host. A gateway belongs to its engine's unit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..mq.cluster_config import ClusterPlace
+from . import topology
+from .topology import ENGINE, Channel
+
+_MASTER_GATEWAY = "ringcast.actors.master_gateway:MasterGateway"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One host's part. units: as topology.units. targets: of actors with another shell than their
+    kind's. remote: units whose work is done elsewhere. clients: who speaks for the outside.
+    gateways: on a node, each scheduler's."""
+
+    instances: tuple[str, ...]
+    units: dict[str, tuple[str, ...]]
+    channels: list[Channel]
+    clients: tuple[str, ...]
+    targets: dict[str, str] = {}
+    remote: tuple[str, ...] = ()
+    gateways: dict[str, str] = {}
+
+    def target(self, name: str) -> str:
+        """Where the shell of this actor lives, as "module:class"."""
+        return self.targets.get(name) or topology.target(name.partition(".")[0])
+
+
+def part_of(counts: dict[str, int], place: ClusterPlace | None) -> Part:
+    """This host's part of the graph; without others, all of it."""
+    everyone = topology.instances(counts)
+    channels = topology.channels(counts)
+    if place is None:
+        return _part(counts, everyone, channels, "client.")
+    if place.config.headless:
+        return _node(counts, place, everyone, channels)
+    return _master(counts, place, everyone, channels)
+
+
+def node_counts(counts: dict[str, int]) -> dict[str, int]:
+    """The counts of a node: a gateway for each replica."""
+    return {**counts, "gateway": counts["scheduler"]}
+
+
+def _master(
+    counts: dict[str, int], place: ClusterPlace, everyone: list[str], channels: list[Channel]
+) -> Part:
+    elsewhere = {
+        name
+        for name in everyone
+        if (engine := topology.engine_of(name, counts)) is not None and engine not in place.ranks
+    }
+    gateways = [name for name in everyone if name in elsewhere and name.startswith("scheduler.")]
+    here = [name for name in everyone if name not in elsewhere or name in gateways]
+    kept = [channel for channel in channels if {channel.writer, *channel.readers} <= set(here)]
+    part = _part(counts, here, kept, "client.")
+    return msgspec.structs.replace(
+        part,
+        targets=dict.fromkeys(gateways, _MASTER_GATEWAY),
+        remote=tuple(f"{ENGINE}.{topology.engine_of(name, counts)}" for name in gateways),
+    )
+
+
+def _node(
+    counts: dict[str, int], place: ClusterPlace, everyone: list[str], channels: list[Channel]
+) -> Part:
+    here = [name for name in everyone if topology.engine_of(name, counts) in place.ranks]
+    kept = []
+    for channel in channels:
+        ends = (channel.writer, *channel.readers)
+        inside = {topology.engine_of(name, counts) for name in ends} - {None}
+        if not inside <= set(place.ranks) or not inside:
+            continue
+        (engine,) = inside
+        played = [name if name in here else f"gateway.{engine}" for name in ends]
+        kept.append(Channel(channel.name, played[0], tuple(played[1:]), channel.messages))
+    gateways = {f"scheduler.{rank}": f"gateway.{rank}" for rank in place.ranks}
+    return msgspec.structs.replace(_part(counts, here, kept, "gateway."), gateways=gateways)
+
+
+def _part(counts: dict[str, int], here: list[str], channels: list[Channel], clients: str) -> Part:
+    units = {
+        unit: kept
+        for unit, actors in topology.units(counts).items()
+        if (kept := tuple(actor for actor in actors if actor in here))
+    }
+    return Part(
+        instances=tuple(here),
+        units=units,
+        channels=channels,
+        clients=tuple(name for name in here if name.startswith(clients)),
+    )

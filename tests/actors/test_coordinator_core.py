@@ -1,0 +1,57 @@
+"""The coordinator: what it hears of each replica, every client hears, and not too often."""
+
+from ringcast.actors.coordinator_core import CoordinatorCore
+from ringcast.actors.core import PeerLost
+from ringcast.mq import codec
+from ringcast.mq.messages import Load
+
+
+def counts(send):
+    message = send.message
+    fields = (message.waiting, message.running, message.ours)
+    return [codec.ints(field).tolist() for field in fields]
+
+
+def test_each_client_hears_of_all_and_of_its_own():
+    core = CoordinatorCore(3, 2)
+    assert core.due is None
+    core.handle("scheduler.0", Load(1, 5, 0.5, [(0, 2), (1, 4)]), 1.0)
+    core.handle("scheduler.2", Load(0, 1, 0.25, [(1, 1)]), 1.0)
+    first, second = core.flush(1.0)
+    assert (first.to, second.to) == ("client.0", "client.1")
+    assert counts(first) == [[1, -1, 0], [5, -1, 1], [2, 0, 0]]
+    assert counts(second) == [[1, -1, 0], [5, -1, 1], [4, 0, 1]]
+    assert codec.floats(first.message.kv_usage).tolist() == [0.5, -1.0, 0.25]
+    assert first.message.num_clients == 2
+
+
+def test_what_changes_soon_after_is_told_when_it_is_due():
+    core = CoordinatorCore(1, 1, interval=0.1)
+    core.handle("scheduler.0", Load(0, 1, 0.0, []), 1.0)
+    assert core.due <= 1.0
+    assert len(core.flush(1.0)) == 1
+    assert core.due is None
+    core.handle("scheduler.0", Load(0, 2, 0.0, []), 1.03)
+    assert list(core.flush(1.03)) == []
+    assert core.due == 1.1
+    assert counts(core.flush(1.1)[0])[1] == [2]
+    assert list(core.flush(2.0)) == []
+    assert core.statistics() == {"reports": 2, "published": 2}
+
+
+def test_of_a_dead_replica_nothing_is_known():
+    core = CoordinatorCore(2, 1)
+    core.handle("scheduler.1", Load(3, 4, 0.5, [(0, 7)]), 1.0)
+    core.flush(1.0)
+    core.handle("scheduler.1", PeerLost(), 2.0)
+    assert counts(core.flush(2.0)[0]) == [[-1, -1], [-1, -1], [0, 0]]
+
+
+def test_a_new_client_has_nothing_anywhere():
+    core = CoordinatorCore(1, 2)
+    core.handle("scheduler.0", Load(0, 4, 0.5, [(0, 3), (1, 1)]), 1.0)
+    core.handle("client.0", PeerLost(), 1.0)
+    core.handle("tokenizer.0", PeerLost(), 1.0)
+    first, second = core.flush(1.0)
+    assert counts(first)[2] == [0]
+    assert counts(second)[2] == [1]

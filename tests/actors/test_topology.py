@@ -1,0 +1,59 @@
+"""Who belongs to which replica, and who talks to whom."""
+
+import pytest
+
+from ringcast.actors import topology
+from ringcast.mq.config import EngineConfig
+
+TWO_OF_TWO = topology.counts_of(EngineConfig(tensor_parallel_size=2, data_parallel_size=2))
+
+
+def test_one_replica_is_as_if_there_were_none():
+    counts = topology.counts_of(EngineConfig())
+    assert topology.instances(counts) == topology.instances({})
+    assert topology.channels(counts) == topology.channels({})
+    assert "coordinator.0" not in topology.instances(counts)
+
+
+def test_a_replica_is_a_scheduler_and_its_workers():
+    units = topology.units(TWO_OF_TWO)
+    assert units["engine.0"] == ("worker.0", "worker.1", "scheduler.0")
+    assert units["engine.1"] == ("worker.2", "worker.3", "scheduler.1")
+    alone = ("client.0", "tokenizer.0", "detokenizer.0", "coordinator.0")
+    assert all(units[name] == (name,) for name in alone)
+    assert len(units) == 2 + len(alone)
+
+
+@pytest.mark.parametrize(("worker", "engine", "rank"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)])
+def test_workers_are_numbered_replica_by_replica(worker, engine, rank):
+    assert topology.engine_of(f"worker.{worker}", TWO_OF_TWO) == engine
+    assert topology.rank_of(f"worker.{worker}", TWO_OF_TWO) == rank
+    assert topology.ranks_per_engine(TWO_OF_TWO) == 2
+
+
+def test_who_serves_all_is_of_no_replica():
+    for name in ("client.0", "tokenizer.0", "detokenizer.0", "coordinator.0"):
+        assert topology.engine_of(name, TWO_OF_TWO) is None
+
+
+def test_plans_and_outputs_stay_within_a_replica():
+    channels = topology.channels(TWO_OF_TWO)
+    assert len({channel.name for channel in channels}) == len(channels)
+    plans = {c.writer: c.readers for c in channels if c.name.endswith(">workers")}
+    assert plans == {
+        "scheduler.0": ("worker.0", "worker.1"),
+        "scheduler.1": ("worker.2", "worker.3"),
+    }
+    outputs = {c.writer: c.readers for c in channels if c.writer.startswith("worker.")}
+    assert outputs == {f"worker.{i}": (f"scheduler.{i // 2}",) for i in range(4)}
+
+
+def test_everybody_else_talks_to_every_replica():
+    names = {channel.name for channel in topology.channels(TWO_OF_TWO)}
+    for number in range(2):
+        scheduler = f"scheduler.{number}"
+        for other in ("tokenizer.0", "detokenizer.0"):
+            assert f"{other}>{scheduler}" in names
+        for other in ("detokenizer.0", "coordinator.0"):
+            assert f"{scheduler}>{other}" in names
+    assert "coordinator.0>client.0" in names

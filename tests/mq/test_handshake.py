@@ -1,0 +1,101 @@
+"""Who is welcome, with what, and why others aren't."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from ringcast.mq.config import EngineConfig, ModelSpec, build
+from ringcast.mq.handshake import ALIKE, FROM_MASTER, PROTOCOL, Hello, Master
+
+ENGINE = build(EngineConfig, {"device": "fake", "data_parallel_size": 4, "seed": 3})
+SPEC = ModelSpec(
+    name="m",
+    path="",
+    tokenizer_path="",
+    architecture="A",
+    vocab_size=9,
+    max_model_len=77,
+    eos_token_ids=[],
+    hf_config={},
+)
+MASTER = Master(
+    version="1.0",
+    session="now",
+    rank=2,
+    local=(0, 2),
+    engine=ENGINE,
+    spec=SPEC,
+    fingerprint="abc",
+)
+
+
+def hello(**fields) -> Hello:
+    whole = {
+        "protocol": PROTOCOL,
+        "version": "1.0",
+        "nonce": "n",
+        "node": "a",
+        "attach": False,
+        "session": "",
+        "start_rank": 2,
+        "num_ranks": 2,
+        "model": "other",
+        "fingerprint": "abc",
+        "options": {name: getattr(ENGINE, name) for name in ALIKE},
+    }
+    return Hello(**{**whole, **fields})
+
+
+def test_a_fitting_node_is_welcome_and_gets_the_masters_options():
+    assert MASTER.refusal(hello(), "") is None
+    welcome = MASTER.welcome(hello(), epoch=5, now=12.5)
+    assert (welcome.nonce, welcome.session, welcome.epoch, welcome.clock) == ("n", "now", 5, 12.5)
+    assert welcome.max_model_len == 77
+    assert welcome.options["seed"] == 3
+    assert set(welcome.options) == set(FROM_MASTER)
+
+
+def test_options_are_those_of_an_engine():
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert set(FROM_MASTER) | set(ALIKE) <= fields
+    assert not set(FROM_MASTER) & set(ALIKE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"protocol": PROTOCOL + 1}, "protocol"),
+        ({"version": "0.9"}, "the node has ringcast 0.9"),
+        ({"start_rank": 3}, "ranks 3 to 4 are not among the 0 to 3 of --data-parallel-size 4"),
+        ({"num_ranks": 0}, "not among"),
+        ({"start_rank": 1}, "the master has rank 1 itself; see --data-parallel-start-rank"),
+        ({"start_rank": 3, "num_ranks": 1}, "this is the gateway of rank 2, not 3"),
+        ({"fingerprint": "abd"}, "the node's model 'other' is not the master's 'm'"),
+        ({"options": {}}, "logits_processors = None on the node and"),
+        (
+            {"options": {name: getattr(ENGINE, name) for name in ALIKE} | {"device": "cpu"}},
+            "device = 'cpu' on the node and 'fake' on the master",
+        ),
+    ],
+)
+def test_who_is_of_another_kind_is_refused_for_good(fields, reason):
+    refused = MASTER.refusal(hello(**fields), "")
+    assert refused is not None
+    assert reason in refused.reason
+    assert refused.then == "give up"
+    assert refused.nonce == "n"
+
+
+def test_a_rank_that_is_served_may_be_free_again():
+    refused = MASTER.refusal(hello(), "node b")
+    assert refused is not None
+    assert refused.then == "ask again"
+    assert refused.reason == "rank 2 is served by node b"
+
+
+def test_who_attaches_must_have_joined_in_this_session():
+    assert MASTER.refusal(hello(attach=True, session="now"), "") is None
+    refused = MASTER.refusal(hello(attach=True, session="before"), "")
+    assert refused is not None
+    assert refused.then == "join again"
