@@ -288,6 +288,8 @@ def test_a_message_touches_no_other_channels_bell(transport, tmp_path):
     finally:
         for owner in made:
             owner.close()
+
+
 def test_while_paused_nothing_is_taken_in_except_what_the_dead_had_sent(owners):
     async def body(client, tokenizer, got, sent):
         client.start()
