@@ -29,7 +29,13 @@ sys.path.append(str(HERE.parents[1]))
 
 from figures import machine, table  # noqa: E402
 
-from ringcast.executor.gpu import decoder, linears, sampler, sampler_logprobs  # noqa: E402
+from ringcast.executor.gpu import (  # noqa: E402
+    attention,
+    decoder,
+    linears,
+    sampler,
+    sampler_logprobs,
+)
 from ringcast.executor.gpu.int4_checkpoints import AWQ_PLACES, PER_INT  # noqa: E402
 from ringcast.executor.gpu.runner import GpuModelRunner  # noqa: E402
 from ringcast.frontend.hub import resolve_model  # noqa: E402
@@ -42,17 +48,13 @@ from ringcast.mq.sampling_params import SamplingParams  # noqa: E402
 TEXT = HERE.parents[1] / "data" / "moby_dick.txt"
 GROUP = 64
 USERS = {
-    decoder: (
-        "add_rms_norm",
+    attention: (
         "decode_attention",
-        "embed",
-        "few_linear",
         "fused_decode_attention",
-        "gated_activation",
         "prefill_attention",
-        "rms_norm",
         "rope_and_cache",
     ),
+    decoder: ("add_rms_norm", "embed", "few_linear", "gated_activation", "rms_norm"),
     linears: ("quantize_rows", "fp8_linear", "int4_linear"),
     sampler: ("sample_plain",),
     sampler_logprobs: ("token_logprobs",),
@@ -87,7 +89,7 @@ def perplexity(device: torch.device, text: str, **options: Any) -> tuple[float, 
             "dtype": "bfloat16",
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
-            "max_num_seqs": 2,
+            "max_num_seqs": 256,
             "num_gpu_blocks_override": 64,
             **options,
         },

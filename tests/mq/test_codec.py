@@ -85,7 +85,7 @@ def test_every_message_of_an_edge_comes_back_equal(union):
     decode = codec.Decoder(union_named(union))
     seen = set()
 
-    @settings(max_examples=60)
+    @settings(max_examples=20 * len(members(union)))
     @given(messages_of(union))
     def check(message):
         came_back = decode(codec.encode(message))
@@ -99,7 +99,14 @@ def test_every_message_of_an_edge_comes_back_equal(union):
 
 
 # Edges with one message only.
-ALONE = (messages.Rejected, messages.StepPlan, messages.StopStream, messages.Chunks)
+ALONE = (
+    messages.Rejected,
+    messages.StepPlan,
+    messages.StopStream,
+    messages.Chunks,
+    messages.Load,
+    messages.Loads,
+)
 
 
 def test_every_union_in_messages_is_an_edge():
