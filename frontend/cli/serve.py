@@ -20,6 +20,7 @@ from ..http.access import with_keys
 from ..http.listener import bind
 from ..http.tls import make_context
 from ..hub import resolve_model
+from ..metrics.span_exporter import check as check_traces
 from .options import add_options, read_options
 from .progress import StartProgress
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     engine = read_options(args, EngineConfig)
     server = with_keys(read_options(args, ServerConfig), os.environ)
     make_context(server)  # what is wrong with the certificate is said at once
+    check_traces(server.otlp_traces_endpoint)
     with bind(server.host, server.port) as listener, StartProgress() as progress:
         if (warning := exposure(server, listener.getsockname()[0])) is not None:
             _say(warning)

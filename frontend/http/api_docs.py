@@ -18,6 +18,7 @@ from .protocol import ChatRequest, CompletionRequest
 from .response_object import Response
 from .response_request import ResponseRequest
 from .tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from .web_page import PATHS
 
 Types = tuple[Any, Any, Any]  # body, answer, event of a stream; None where there is none
 
@@ -97,6 +98,8 @@ def describe(app: web.Application) -> dict[str, Any]:
         if route.method == hdrs.METH_HEAD or route.resource is None:
             continue
         path = route.resource.canonical
+        if path in PATHS:  # files for browsers
+            continue
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
     return {
         "openapi": "3.1.0",
