@@ -81,6 +81,9 @@ _DRAINING = "the server is shutting down and takes no new requests"
 class Observer(Protocol):
     """Whoever counts what goes through a ledger. It changes nothing there."""
 
+    def opened(self, handle: RequestHandle) -> None:
+        """The request has come into the ledger, in the task of whoever asks."""
+
     def received(self, handle: RequestHandle, chunk: Chunk, now: float) -> None:
         """A chunk that is no duplicate has come."""
 
@@ -184,6 +187,8 @@ class EngineClient:
         handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
         self._ledger[request.request_id] = handle
         self._router.track(handle)
+        if self.observer is not None:
+            self.observer.opened(handle)
         return handle
 
     def abort(self, handle: RequestHandle) -> None:

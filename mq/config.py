@@ -6,6 +6,7 @@ The command line is made from this.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -390,6 +391,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_access_log: Annotated[bool, Meta(description="no line in the log for each request")] = (
         False
     )
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="an OpenTelemetry collector's URL (OTLP over HTTP, such as "
+            "http://localhost:4318/v1/traces), to which each request goes as a span"
+        ),
+    ] = None
+    disable_page: Annotated[
+        bool, Meta(description="no page at /, with its live picture and its chat")
+    ] = False
     disable_log_stats: Annotated[
         bool, Meta(description="no line of throughput every 10 s while there is work")
     ] = False
@@ -408,6 +419,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice = True: needs tool_call_parser")
+        self._check_traces()
+
+    def _check_traces(self) -> None:
+        if (endpoint := self.otlp_traces_endpoint) is None:
+            return
+        url = urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname or url.path in ("", "/"):
+            raise ValueError(
+                f"otlp_traces_endpoint = {endpoint!r}: must be the whole URL for OTLP over HTTP "
+                "(gRPC isn't there), such as http://localhost:4318/v1/traces"
+            )
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):

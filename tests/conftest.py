@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=pairs)
     lacking: dict[str, str | None] = {}
     for item in items:
-        for marker in ("slow", "gpu", "model"):
+        for marker in ("slow", "gpu", "model", "browser"):
             if item.get_closest_marker(marker):
                 if marker not in lacking:
                     lacking[marker] = _what_lacks(marker, config)
@@ -72,6 +73,9 @@ def _what_lacks(marker: str, config: pytest.Config) -> str | None:
         import torch
 
         return None if torch.cuda.is_available() else "needs a CUDA device"
+    if marker == "browser":
+        missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+        return f"needs {' and '.join(missing)}" if missing else None
     from ringcast.frontend.hub.cache import models_folder
     from ringcast.mq.config import DEFAULT_MODEL
 

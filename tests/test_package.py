@@ -43,6 +43,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield archive
 
 
+def page() -> set[str]:
+    """The files of the page at /, which are no modules."""
+    return {str(path.relative_to(ROOT)) for path in (ROOT / "frontend/http/page").iterdir()}
+
+
 def modules() -> set[str]:
     found = {"__init__.py", "py.typed"}
     for package in PACKAGES:
@@ -55,9 +60,9 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_every_module_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_every_module_and_the_page_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     in_wheel = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert in_wheel == {f"ringcast/{module}" for module in modules()}
+    assert in_wheel == {f"ringcast/{name}" for name in modules() | page()}
 
 
 def test_the_wheel_carries_licence_and_command(wheel: zipfile.ZipFile) -> None:

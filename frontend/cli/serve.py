@@ -23,6 +23,7 @@ from ..http.listener import bind
 from ..http.tls import make_context
 from ..hub import resolve_model
 from .headless import run_node
+from ..metrics.span_exporter import check as check_traces
 from .options import add_options, read_options
 from .progress import StartProgress
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_headless(engine, place.config, start)
     server = with_keys(read_options(args, ServerConfig), os.environ)
     make_context(server)  # what is wrong with the certificate is said at once
+    check_traces(server.otlp_traces_endpoint)
     with bind(server.host, server.port) as listener, StartProgress() as progress:
         if (warning := exposure(server, listener.getsockname()[0])) is not None:
             _say(warning)

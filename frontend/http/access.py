@@ -1,8 +1,9 @@
 """Who may ask: the keys, and the middleware that lets in those who have one.
 
 All but the paths in OPEN want a key, where there are keys at all. Those are what probes and
-scrapers ask for, and say nothing of any request. (vLLM guards only what is below /v1; here /status
-and /reset_prefix_cache are guarded as well, and so is whatever is added later.)
+scrapers ask for, and the files of the page at /; they say nothing of any request. (vLLM guards only
+what is below /v1; here /status and /reset_prefix_cache are guarded as well, and so is whatever is
+added later.)
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ...mq.config import ServerConfig
 from ...mq.errors import ConfigError
 from .errors import Handler, RefusedError
 from .limits import KeyLimits
+from .web_page import PATHS
 
-OPEN = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
+OPEN = PATHS | {"/health", "/ping", "/ready", "/version", "/metrics"}
 VARIABLE = "RINGCAST_API_KEY"
 
 

@@ -17,7 +17,10 @@ from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ..client import EngineClient
 from ..metrics.recorder import Recorder
+from ..metrics.request_spans import RequestSpans
+from ..metrics.span_exporter import SpanExporter
 from ..metrics.throughput import INTERVAL_SECONDS, Throughput
+from . import trace_context
 from .app import make_app
 from .http_server import HttpServer
 from .log import log_to_stderr
@@ -34,6 +37,7 @@ class ApiServer(Actor):
         self._status: list[asyncio.Future[supervision.Status]] = []
         self._profiles = ProfileAsks(control.send)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._traces: SpanExporter | None = None
 
     def run(self) -> None:
         log_to_stderr()
@@ -55,6 +59,11 @@ class ApiServer(Actor):
             engine.data_parallel_routing,
         )
         self._client.observer = recorder = Recorder()
+        if (endpoint := boot.server.otlp_traces_endpoint) is not None:
+            self._traces = SpanExporter(endpoint)
+            self._client.observer = RequestSpans(
+                recorder, trace_context.current, self._traces.export
+            )
         app = make_app(
             self._client, boot.spec, boot.server, self._ask_status, recorder, self._profiles.ask
         )
@@ -106,6 +115,8 @@ class ApiServer(Actor):
         self._profiles.fail("the server is shutting down")
         if self._http is not None:
             await self._http.close()
+        if self._traces is not None:
+            await self._traces.close()
 
     async def _open_door(self) -> None:
         assert self._http is not None

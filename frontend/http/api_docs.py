@@ -24,6 +24,7 @@ from .protocol import IGNORED, ChatRequest, CompletionRequest, StreamOptions
 from .response_object import Response
 from .response_request import ResponseRequest, ResponseStreamOptions
 from .tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from .web_page import PATHS
 
 Types = tuple[Any, Any, Any]  # body, answer, event of a stream; None where there is none
 
@@ -121,6 +122,8 @@ def describe(app: web.Application, keyed: bool) -> dict[str, Any]:
         if route.method == hdrs.METH_HEAD or route.resource is None:
             continue
         path = route.resource.canonical
+        if path in PATHS:  # files for browsers
+            continue
         operation = _operation(route, path, schemas)
         if keyed and path not in OPEN:
             operation["security"] = [{_KEY: []}]

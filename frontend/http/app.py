@@ -16,7 +16,7 @@ from ...mq.messages import Message, Prompt
 from ...mq.supervision import Status
 from ..client import EngineClient
 from ..metrics.recorder import Recorder
-from . import request_id
+from . import request_id, trace_context
 from .access import Access
 from .access_log import log_access
 from .api_docs import DocsApi
@@ -32,6 +32,7 @@ from .protocol import ChatRequest, CompletionRequest, read_request, sampling_par
 from .response_api import ResponsesApi
 from .responses import Form
 from .tokenize import TokenizeApi
+from .web_page import WebPage
 
 READY_SECONDS = 5.0  # that a silent engine gets to answer /ready
 
@@ -73,6 +74,8 @@ def make_app(
     ResponsesApi(client, server, api.served).add_routes(app)
     DocsApi(keyed=bool(server.api_key)).add_routes(app)
     PoolingApi(client, spec, api.served).add_routes(app.router)
+    if not server.disable_page:
+        WebPage().add_routes(app)
     return app
 
 
@@ -80,6 +83,8 @@ def add_middlewares(app: web.Application, server: ServerConfig) -> None:
     """What every request goes through, from the outermost on."""
     app.middlewares.append(request_id.identify)
     app.on_response_prepare.append(request_id.mark)
+    if server.otlp_traces_endpoint is not None:
+        app.middlewares.append(trace_context.note)
     if not server.disable_access_log:
         app.middlewares.append(log_access)
     app.middlewares.append(errors_as_json)

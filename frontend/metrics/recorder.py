@@ -56,6 +56,9 @@ class Recorder:
         self.max_tokens = Histogram(TOKENS)
         self._last: dict[str, list[float]] = {}  # by request: when each choice was heard of last
 
+    def opened(self, handle: RequestHandle) -> None:
+        """All of a request is counted when something comes of it."""
+
     def received(self, handle: RequestHandle, chunk: Chunk, now: float) -> None:
         """A chunk has gone into the ledger. The hot path: nothing is done here that can wait."""
         last = self._last.get(chunk.request_id)

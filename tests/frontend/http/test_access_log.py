@@ -52,6 +52,14 @@ async def test_refusals_have_one_too(serve: Any, lines: Any) -> None:
     assert lines() == [("POST", PATH, "401", drawn), ("GET", "/a%0Ab/c", "401", other)]
 
 
+async def test_a_watchers_questions_have_none(serve: Any, lines: Any) -> None:
+    async with serve(api_key=["the-key"]) as server:
+        for headers in ({"Authorization": "Bearer the-key"}, {}):
+            async with server.http.get("/status", headers=headers) as answer:
+                refused = answer.headers["X-Request-Id"]
+    assert lines() == [("GET", "/status", "401", refused)]
+
+
 async def test_a_client_that_hung_up(serve: Any, engine: Any, until: Any, lines: Any) -> None:
     engine.hold = 1
     async with serve() as server:
