@@ -22,8 +22,8 @@ from ..http.access import with_keys
 from ..http.listener import bind
 from ..http.tls import make_context
 from ..hub import resolve_model
-from .headless import run_node
 from ..metrics.span_exporter import check as check_traces
+from .headless import run_node
 from .options import add_options, read_options
 from .progress import StartProgress
 
