@@ -74,7 +74,7 @@ class Supervisor:
         self._server = server
         self._listener = listener
         self._external = external
-        self._counts = {"worker": engine.tensor_parallel_size}
+        self._counts = {"worker": engine.num_workers}
         self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
@@ -177,7 +177,7 @@ class Supervisor:
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
         listen_fd = -1
-        is_rank = kind == "worker" and self._engine.tensor_parallel_size > 1
+        is_rank = kind == "worker" and self._engine.num_workers > 1
         fds += [group_fd] if is_rank else []
         if self._listener is not None and kind == "client":
             listen_fd = self._listener.fileno()

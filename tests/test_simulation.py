@@ -35,11 +35,20 @@ def test_every_kind_of_thing_happens():
     drawn = [scenario.draw(seed) for seed in range(NUM_SEEDS)]
     assert {one.profile for one in drawn} == set(scenario.PROFILES)
     faults = {(fault.kind, fault.actor) for one in drawn for fault in one.faults}
-    actors = ("tokenizer.0", "scheduler.0", "worker.0", "detokenizer.0", "client.0", "client.1")
+    actors = (
+        "tokenizer.0",
+        "scheduler.0",
+        "worker.0",
+        "worker.1",
+        "detokenizer.0",
+        "client.0",
+        "client.1",
+    )
     assert {("kill", actor) for actor in actors} <= faults
     assert {("stall", actor) for actor in actors} <= faults
     assert any(fault.seconds == math.inf for one in drawn for fault in one.faults)
     assert {one.config.max_steps_in_flight for one in drawn} == {1, 2, 3}
+    assert {one.config.pipeline_parallel_size for one in drawn} == {1, 2, 3}
     totals = Counter()
     for seed in range(30):
         totals += Counter(run(seed).counts)

@@ -234,7 +234,8 @@ class CoreNode(Node):
             case "tokenizer":
                 self.core = TokenizerCore(spec, tokenizer, clock=lambda: datetime(2026, 1, 1))
             case "scheduler":
-                self.core = SchedulerCore(world.scenario.config, spec)
+                config = world.scenario.config
+                self.core = SchedulerCore(config, spec, num_workers=config.num_workers)
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
 
@@ -256,7 +257,7 @@ class CoreNode(Node):
 
 
 class WorkerNode(Node):
-    """A worker with the fake runner. Poisonous prompts kill it before it answers the step.
+    """A worker with the fake runner. Poisonous prompts kill the one that answers, before it does.
 
     killers: the requests of which it died.
     """
@@ -266,7 +267,9 @@ class WorkerNode(Node):
         super().__init__(world, name, generation)
 
     def _make(self) -> None:
-        self._runner = FakeModelRunner(self.world.scenario.config, self.world.scenario.spec)
+        config, rank = self.world.scenario.config, int(self.name.partition(".")[2])
+        self._answers = rank == config.output_rank
+        self._runner = FakeModelRunner(config, self.world.scenario.spec, rank)
         self._poisonous: dict[int, tuple[str, list[int]]] = {}
         self._first = [self._runner.load(lambda *_: None)]
 
@@ -281,11 +284,14 @@ class WorkerNode(Node):
 
     def _step(self, inbound: Inbound, plan: Any) -> Job:
         yield self.world.delay(self.world.scenario.step)
-        self._taste(plan)
+        if self._answers:
+            self._taste(plan)
         if self.killers:
             self.die("killed by what it computed")
             return
-        yield from self._answer(self._runner.execute(plan))
+        output = self._runner.execute(plan)
+        if self._answers:
+            yield from self._answer(output)
         inbound.commit()
         self.world.wake((inbound.source,))
 

@@ -82,7 +82,7 @@ class Scenario:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {"client": self.num_clients}
+        return {"client": self.num_clients, "worker": self.config.num_workers}
 
     @property
     def faulty(self) -> bool:
@@ -111,6 +111,7 @@ def draw(seed: int) -> Scenario:
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
         max_steps_in_flight=rng.choice([1, 2, 3]),
+        pipeline_parallel_size=random.Random(f"{seed} stages").choice([1, 1, 1, 2, 3]),
         scheduling_policy="fcfs" if seed % 2 else "priority",
         enable_prefix_caching=rng.random() < 0.8,
         step_timeout=3.0 if profile == "storm" else 60.0,
@@ -235,6 +236,7 @@ def _poison(rng: random.Random, wish: Wish) -> None:
 
 def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
     actors = ["tokenizer.0", "detokenizer.0", "scheduler.0", "worker.0"]
+    actors += [f"worker.{rank}" for rank in range(1, scenario.config.num_workers)]
     actors += [f"client.{i}" for i in range(scenario.num_clients)]
     out = []
 
