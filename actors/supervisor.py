@@ -199,7 +199,7 @@ class Supervisor:
         engine = self._engine
         if kind == "worker" and self._cluster is not None:  # it shares this host alone
             engine = msgspec.structs.replace(engine, data_parallel_size=self._cluster.num)
-        is_rank = kind == "worker" and self._engine.tensor_parallel_size > 1
+        is_rank = kind == "worker" and self._engine.num_workers > 1
         fds += [group_fd] if is_rank else []
         if self._listener is not None and kind == "client":
             listen_fd = self._listener.fileno()

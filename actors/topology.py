@@ -77,7 +77,7 @@ class Channel(msgspec.Struct, frozen=True):
 
 def counts_of(engine: EngineConfig) -> dict[str, int]:
     """How many of each kind an engine's options ask for."""
-    return counts_for(engine.data_parallel_size, engine.tensor_parallel_size)
+    return counts_for(engine.data_parallel_size, engine.num_workers)
 
 
 def counts_for(replicas: int, ranks: int) -> dict[str, int]:

@@ -1,10 +1,11 @@
 """The worker actor: one rank of the engine. The only actor whose process imports torch.
 
-All ranks get every plan and run it together (executor/parallel.py); the output rank alone answers.
+All ranks get every plan and run it together (executor/parallel.py, pipeline.py); the output rank
+alone answers.
 
 Its loop is synchronous. It takes a plan as soon as it is there, launches its step, and answers
 steps in their order as they are done. How many it holds is the scheduler's to say, and never more
-than `max_steps_in_flight`: a device that has the next step already never waits for Python.
+than `most_steps_in_flight`: a device that has the next step already never waits for Python.
 
     no step in flight    spins for some microseconds (a plan follows an output closely when there is
                          work), then sleeps on two bells: the plans' and the supervisor's
@@ -41,7 +42,6 @@ from . import topology
 from .boot import Boot
 from .control import Control
 
-OUTPUT_RANK = 0
 SPIN_SECONDS = 50e-6
 NAP_SHARE = 1 / 8  # of what was waited already
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 100e-6
@@ -86,7 +86,7 @@ class Worker:
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
-        if boot.engine.tensor_parallel_size > 1:
+        if boot.engine.num_workers > 1:
             cast(RankRunner, runner).leave()
         for writer in self._writers:
             writer.join()
@@ -95,7 +95,7 @@ class Worker:
 
     def _serve(self, runner: ModelRunner) -> None:
         """Until it's time to end. Steps in flight by then are given up: nobody waits for them."""
-        in_flight, most = self._in_flight, self._boot.engine.max_steps_in_flight
+        in_flight, most = self._in_flight, self._boot.engine.most_steps_in_flight
         while True:
             if not in_flight:
                 payload = self._next_plan()
@@ -121,7 +121,7 @@ class Worker:
     def _finish_first(self) -> None:
         _, step = self._in_flight.popleft()
         output = step.read()
-        if self._rank == OUTPUT_RANK:
+        if self._rank == self._boot.engine.output_rank:
             self._answer(output)
         self._plans.commit()
         self._first_since = perf_counter()

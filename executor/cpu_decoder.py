@@ -3,7 +3,8 @@ with a residual stream in float32.
 
 A rank of several runs its part of the model (sharding.py). The ranks add up what they have after
 the embedding, attention's output and the feed-forward layer, and the logits come together on the
-output rank: by operations among the others (parallel.py).
+output rank: by operations among the others (parallel.py). So does a stage of several (pipeline.py)
+take the residual stream and hand it on.
 
 Legend: T tokens, H hidden size, Q = query heads x head size, N = outputs of a product (padded), D
 head size.
@@ -22,14 +23,14 @@ from ..kernels.cpu.exchange import exchange_kernel
 from ..kernels.cpu.norm import add_rms_norm_kernel
 from ..kernels.cpu.openmp import Kernel
 from ..kernels.cpu.rope import rope_and_cache
-from ..mq.kv_groups import deal
-from . import rope
+from . import pipeline, rope
 from .attention import AttentionBackend, Geometry, choose_backend
 from .experts import ExpertBuffers, Mixture, expert_kernels
 from .input_batch import InputBatch, Step
 from .layers import Embedding, Layout, Linear
 from .models.llama import SANDWICH, LlamaConfig
 from .parallel import Alone, Group
+from .pipeline import Stage
 from .program import Operation, Program
 from .sharding import Sharding
 from .weights import WeightSource
@@ -122,16 +123,18 @@ class CpuDecoder:
         progress: Callable[[int, int], None],
         group: Group | None = None,
         by_expert: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         """config, source: of the whole model; a rank of `group` has its part of it (by_expert:
-        sharding.py). Raises ConfigError where it can't be split so.
+        sharding.py), and a stage its layers. Raises ConfigError where it can't be split so.
         """
-        self._group = group or Alone()
+        self._group, self._stage = group or Alone(), stage or Stage()
         self._vocab_size = config.vocab_size
         sharding = Sharding(config, self._group.rank, self._group.size, by_expert)
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
-        self.groups = deal(c.windows)
+        self._numbers = self._stage.layers(c.num_layers)
+        self.groups = pipeline.deal_stage(c.windows, self._numbers)
         self.geometry = Geometry(
             layout.dtype,
             max(len(group.layers) for group in self.groups),
@@ -142,45 +145,63 @@ class CpuDecoder:
             c.attention_scale,
         )
         self._backend = choose_backend(self.geometry)
-        table = source.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        head = table if c.tied else source.take("lm_head.weight", (c.vocab_size, c.hidden_size))
-        self._head = layout.linear([head], is_head=True)
-        self._shares = c.tied and layout.ties()
-        self._embedding = Embedding(
-            layout,
-            None if self._shares else table,
-            self._head if self._shares else None,
-            sharding.parts["vocab_size"].start,
-        )
-        self._final_norm = (
-            source.take("model.norm.weight", (c.hidden_size,)).float() + c.norm_offset
-        )
+        self._take_ends(source, sharding.parts["vocab_size"].start)
         self._layers = []
-        for i in range(c.num_layers):
-            progress(i, c.num_layers)
+        for done, i in enumerate(self._numbers):
+            progress(done, len(self._numbers))
             prefix = f"model.layers.{i}."
             self._layers.append(_Layer(c, self._layout, source, prefix, c.is_sparse(i)))
-        source.finish(
-            lambda name: (
-                name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
+        source.finish(self._is_of_others)
+        progress(len(self._numbers), len(self._numbers))
+
+    def _take_ends(self, source: WeightSource, first_token: int) -> None:
+        """The embedding on the first stage, the last norm and the head on the last one. Where they
+        are tied both have the table.
+        """
+        c, layout, stage = self._config, self._layout, self._stage
+        shape = c.vocab_size, c.hidden_size
+        self._head: Linear | None = None
+        self._embedding: Embedding | None = None
+        self._shares = stage.count == 1 and c.tied and layout.ties()
+        if stage.is_first or (c.tied and stage.is_last):
+            table = source.take("model.embed_tokens.weight", shape)
+        if stage.is_last:
+            head = table if c.tied else source.take("lm_head.weight", shape)
+            self._head = layout.linear([head], is_head=True)
+            norm = source.take("model.norm.weight", (c.hidden_size,))
+            self._final_norm = norm.float() + c.norm_offset
+        if stage.is_first:
+            self._embedding = Embedding(
+                layout,
+                None if self._shares else table,
+                self._head if self._shares else None,
+                first_token,
             )
-        )
-        progress(c.num_layers, c.num_layers)
+
+    def _is_of_others(self, name: str) -> bool:
+        """Whether a weight that nobody has taken may be there."""
+        if name.endswith("rotary_emb.inv_freq") or (self._config.tied and name == "lm_head.weight"):
+            return True
+        if self._stage.count == 1:
+            return False
+        ends = "model.embed_tokens.", "model.norm.", "lm_head."
+        layers = [
+            f"model.layers.{i}." for i in range(self._config.num_layers) if i not in self._numbers
+        ]
+        return name.startswith((*ends, *layers))
 
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""
         own = [ACTIVATIONS[self._config.activation], self._backend.kernel]
         own += [exchange_kernel] if self._group.size > 1 else []
         own += expert_kernels(self._layout) if self._config.experts is not None else []
+        own += pipeline.KERNELS if self._stage.count > 1 else []
         return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:
         """Of the weights."""
-        return (
-            self._embedding.num_bytes
-            + self._head.num_bytes
-            + sum(layer.num_bytes for layer in self._layers)
-        )
+        ends = [end for end in (self._embedding, self._head) if end is not None]
+        return sum(weights.num_bytes for weights in (*ends, *self._layers))
 
     def describe(self) -> dict[str, str]:
         return {"linear": self._layout.describe(), "attention": self._backend.name}
@@ -188,7 +209,7 @@ class CpuDecoder:
     def bind(self, batch: InputBatch, max_model_len: int, num_blocks: int) -> AttentionBackend:
         """Make the cache and the buffers for `batch`, and bind every operation to them."""
         self._batch, c, pad = batch, self._config, self._layout.padded
-        tokens, sequences, dtype = len(batch.token_ids), len(batch.rows), self.geometry.dtype
+        tokens, dtype = len(batch.token_ids), self.geometry.dtype
         self._rotations = [
             rope.Rotation(each, c.head_size, max_model_len, tokens) for each in c.ropes
         ]
@@ -200,38 +221,57 @@ class CpuDecoder:
         self._wide_TN = torch.zeros(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
         if c.experts is not None:
             self._experts = ExpertBuffers(self._layout, c.experts, c.hidden_size, tokens)
-        self._last_SH = torch.zeros(sequences, pad(c.hidden_size), dtype=dtype)
-        self._logits_SV = torch.zeros(sequences, self._head.width)
+        self._gathered_SV: torch.Tensor | None = None
         self._attention = self._backend(self.geometry, batch, max_model_len, num_blocks)
-        self._body, self._tail = self._programs()
+        rows = np.zeros(1, np.int64)
+        update, body = self._bind_layers(rows)
+        self._body = Program(rows, [*self._bind_start(rows), *body, *self._bind_end(rows, update)])
+        self._tail = None if self._head is None else self._bind_logits(self._head, update)
         return self._attention
 
-    def _programs(self) -> tuple[Program, Program]:
-        """From tokens to the last layer, for all rows; and from there to logits, for those that are
-        sampled.
-        """
-        rows, sampled = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    def _bind_start(self, rows: np.ndarray) -> list[Operation]:
+        """From tokens, or from the stage before, to the residual stream."""
+        if self._embedding is None:
+            return [self._stage.receive(rows, self._hidden_TH)]
         # The embedding is scaled by what the model's own type makes of the scale.
-        dtype = self._layout.weight_dtype
-        scale = float(torch.tensor(self._config.embedding_scale, dtype=dtype))
-        operations: list[Operation] = [
+        scale = float(torch.tensor(self._config.embedding_scale, dtype=self._layout.weight_dtype))
+        return [
             self._embedding.bind(rows, self._batch.token_ids, self._hidden_TH, scale),
             *self._group.sum(rows, self._hidden_TH),
         ]
+
+    def _bind_layers(self, rows: np.ndarray) -> tuple[Update, list[Operation]]:
+        """What the last one is still to add, and their operations."""
+        operations: list[Operation] = []
         update = Update(None, None)
         places = {
             layer: (g, place)
             for g, group in enumerate(self.groups)
             for place, layer in enumerate(group.layers)
         }
-        for i, layer in enumerate(self._layers):
+        for i, layer in zip(self._numbers, self._layers, strict=True):
             operations += self._bind_layer(i, *places[i], layer, rows, update)
             update = Update(self._update_TH, layer.mlp_update_norm)
-        norm = self._norm(sampled, update, self._final_norm, self._last_SH, self._batch.last)
-        head = self._head.bind(sampled, self._last_SH, self._logits_SV)
-        gathered = self._group.gather(sampled, self._logits_SV, self._head.outputs)
+        return update, operations
+
+    def _bind_end(self, rows: np.ndarray, update: Update) -> list[Operation]:
+        """To the next stage. The norm is run for what it adds; what it makes is not read."""
+        if self._stage.is_last:
+            return []
+        add = self._norm(rows, update, self._layers[-1].mlp_norm, self._x_TH)
+        return [add, self._stage.send(rows, self._hidden_TH)]
+
+    def _bind_logits(self, head: Linear, update: Update) -> Program:
+        """From the last layer to logits, for the rows that are sampled."""
+        sampled, sequences = np.zeros(1, np.int64), len(self._batch.rows)
+        width = self._layout.padded(self._config.hidden_size)
+        last_SH = torch.zeros(sequences, width, dtype=self.geometry.dtype)
+        logits_SV = torch.zeros(sequences, head.width)
+        norm = self._norm(sampled, update, self._final_norm, last_SH, self._batch.last)
+        gathered = self._group.gather(sampled, logits_SV, head.outputs)
         self._gathered_SV = gathered.rows
-        return Program(rows, operations), Program(sampled, [norm, *head, *gathered.operations])
+        operations = [norm, *head.bind(sampled, last_SH, logits_SV), *gathered.operations]
+        return Program(sampled, operations)
 
     def _bind_layer(
         self, index: int, group: int, place: int, layer: _Layer, rows: np.ndarray, update: Update
@@ -311,6 +351,7 @@ class CpuDecoder:
 
         Valid until the next call.
         """
+        self._stage.wait()
         self._rotate(step.num_tokens)
         self._attention.prepare(step)
         self._body.run(step.num_tokens)
@@ -318,7 +359,7 @@ class CpuDecoder:
 
     def logits(self, num_tokens: int) -> torch.Tensor | None:
         """The same for the tokens of this step that batch.last names, each at most once a step."""
-        if num_tokens:
+        if num_tokens and self._tail is not None:
             self._tail.run(num_tokens)
         self._group.check()
         logits_SV = self._gathered_SV

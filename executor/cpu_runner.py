@@ -1,5 +1,5 @@
-"""The model runner on processors: batch, model, cache and sampler of one rank, and the steps that
-they make together.
+"""The model runner on processors: batch, model, cache and sampler of one worker, and the steps that
+they make together. A worker of a stage before the last one answers no tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .input_batch import InputBatch, Step
 from .layers import widens
 from .logits_processor import load_processors
 from .models import find_model
-from .parallel import Alone, Group, HostGroup
+from .pipeline import Tokens, join
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
 from .quantized import make_layout
@@ -53,15 +53,15 @@ class CpuModelRunner:
     def load(self, progress: Progress) -> WorkerReady:
         """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
         config, spec = self._config, self._spec
-        ranks = config.tensor_parallel_size
+        ranks = config.num_workers
         workers = ranks * config.data_parallel_size
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
-        self._group = group = self._join()
-        start = time.perf_counter()
-        dtype = choose_dtype(config.dtype)
         declared = find_model(spec.architecture).check(spec.hf_config)
         refuse_quantized(spec.hf_config, config.device)
+        self._place = place = join(config, self._rank, self._group_fd, declared.hidden_size)
+        start = time.perf_counter()
+        dtype = choose_dtype(config.dtype)
         source: WeightSource = DummyWeights(config.seed or 0)
         if config.load_format != "dummy":
             source = SafetensorsWeights(spec.path)
@@ -72,8 +72,9 @@ class CpuModelRunner:
             config.block_size,
             source,
             lambda n, total: progress("loading weights", n, total),
-            group,
+            place.group,
             config.enable_expert_parallel,
+            place.stage,
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
@@ -91,7 +92,9 @@ class CpuModelRunner:
             config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes() // workers
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
-        if not self._rank:
+        self._tokens = Tokens(self._batch, place.tokens, place.stage.is_last)
+        self._samples = place.stage.is_last and not place.group.rank
+        if self._samples:
             self._sampler = Sampler(
                 config.max_num_seqs,
                 spec.vocab_size,
@@ -106,6 +109,7 @@ class CpuModelRunner:
             "dtype": str(dtype).removeprefix("torch."),
             "threads": threads,
             "ranks": ranks,
+            "stages": config.pipeline_parallel_size,
             **self._model.describe(),
             "weights_bytes": self._model.num_bytes(),
             "kv_cache_bytes": num_blocks * block_bytes,
@@ -122,7 +126,7 @@ class CpuModelRunner:
         return self._details
 
     def leave(self) -> None:
-        self._group.leave()
+        self._place.leave()
 
     def launch(self, plan: StepPlan) -> Done:
         return Done(self.execute(plan))
@@ -130,9 +134,10 @@ class CpuModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         start = time.perf_counter()
+        self._tokens.before(plan.removed, plan.rows)
         self._batch.apply(plan)
         for new in plan.new:
-            if not self._rank:
+            if self._samples:
                 self._sampler.enter(new)
             self._prompt_logprobs.enter(new)
         if plan.copy_to:
@@ -141,13 +146,14 @@ class CpuModelRunner:
             return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
         step = self._batch.prepare(codec.ints(plan.rows), codec.ints(plan.num_tokens))
         logits = self._model.forward(step)
-        tokens, logprobs = step.sampled, None
-        if len(step.sampled):
+        start += self._place.stage.waited
+        tokens, logprobs = step.sampled[:0], None
+        if self._place.stage.is_last and len(step.sampled):
             tokens, logprobs = self._sample(logits, step)
-            self._batch.append(step.sampled, tokens)
+        self._tokens.after(step.sampled, tokens)
         return StepOutput(
             plan.step,
-            codec.pack(step.sampled),
+            codec.pack(step.sampled[: len(tokens)]),
             codec.pack(tokens),
             logprobs,
             time.perf_counter() - start,
@@ -157,30 +163,23 @@ class CpuModelRunner:
     def _sample(
         self, logits: torch.Tensor | None, step: Step
     ) -> tuple[np.ndarray, TokenLogprobs | None]:
-        """The output rank samples, and every rank appends what it has sampled."""
+        """The output rank samples, and every rank of its stage learns what it has sampled."""
         if logits is None:
             tokens, logprobs = np.zeros(len(step.sampled), np.int32), None
         else:
             tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
-        self._group.broadcast(tokens)
+        self._place.group.broadcast(tokens)
         return tokens, logprobs
-
-    def _join(self) -> Group:
-        config = self._config
-        if config.tensor_parallel_size == 1:
-            return Alone()
-        return HostGroup(
-            self._rank, config.tensor_parallel_size, self._group_fd, config.startup_timeout
-        )
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:
         """The first rank compiles, and the others take what it has left in the cache."""
+        world = self._place.world
         if self._rank:
-            self._group.barrier()
+            world.barrier()
         self._compile_kernels(dtype, progress)
         if not self._rank:
-            self._group.barrier()
-        self._group.barrier()  # all have their weights: what is free now, is free
+            world.barrier()
+        world.barrier()  # all have their weights: what is free now, is free
 
     def _compile_kernels(self, dtype: torch.dtype, progress: Progress) -> None:
         kernels = self._model.kernels()

@@ -1,9 +1,10 @@
-"""The ranks of a tensor-parallel engine, and what they say to each other in a step.
+"""The ranks of a tensor-parallel engine, and what they say to each other in a step. With several
+stages (pipeline.py), those of one stage.
 
 Every rank is a worker process with its part of the weights (sharding.py). All of them run the same
 steps, so they make the same calls here in the same order; a call is over when all have made it. A
 rank that dies takes those that wait for it along: they are one unit (actors/topology.py), whose
-processes the supervisor kills. Rank 0 is the output rank.
+processes the supervisor kills. Rank 0 is the output rank, in the last stage.
 """
 
 from __future__ import annotations
@@ -91,22 +92,29 @@ class Alone:
         pass
 
 
+def map_memory(memory_fd: int, num_bytes: int) -> np.ndarray:
+    """Memory that processes share, as int64: an anonymous file, empty when it is handed out, that
+    nobody else has.
+    """
+    os.ftruncate(memory_fd, num_bytes)  # others may have done it already: nothing changes
+    return np.frombuffer(mmap.mmap(memory_fd, num_bytes), np.int64)
+
+
 class HostGroup:
-    """Ranks on processors of one host, through memory that they share: an anonymous file, empty
-    when it is handed out, that nobody else has.
+    """Ranks on processors of one host, through memory that they share.
 
     In a rank's line of it (kernels/cpu/exchange.py): the threads that it has, from when it is here;
-    and how many barriers it has come to.
+    and how many barriers it has come to. has_left[0] is 1 once a rank has left.
     """
 
-    def __init__(self, rank: int, size: int, memory_fd: int, timeout: float) -> None:
-        """timeout: seconds that a call may take. Half as long is waited here for the others."""
+    def __init__(self, rank: int, size: int, memory: np.ndarray, timeout: float) -> None:
+        """memory: exchange.memory_bytes(size) of it (map_memory). timeout: seconds that a call may
+        take. Half as long is waited here for the others.
+        """
         self.rank, self.size, self._timeout = rank, size, timeout
-        num_bytes = exchange.memory_bytes(size)
-        os.ftruncate(memory_fd, num_bytes)  # others may have done it already: nothing changes
-        self._memory = np.frombuffer(mmap.mmap(memory_fd, num_bytes), np.int64)
+        self._memory = memory
         lines = self._memory[: _WORDS * (1 + size)].reshape(1 + size, _WORDS)
-        self._has_left, self._threads, self._barriers = lines[0], lines[1:, 0], lines[1:, 1]
+        self.has_left, self._threads, self._barriers = lines[0], lines[1:, 0], lines[1:, 1]
         self._status = np.zeros(1, np.int64)
         self._threads[rank] = torch.get_num_threads()
         self._wait(timeout / 2, lambda: self._threads > 0)
@@ -140,7 +148,7 @@ class HostGroup:
             )
 
     def leave(self) -> None:
-        self._has_left[0] = 1
+        self.has_left[0] = 1
 
     def _exchange(
         self,
@@ -172,7 +180,7 @@ class HostGroup:
     def _wait(self, timeout: float, are_here: Callable[[], np.ndarray]) -> None:
         start = time.monotonic()
         while not (here := are_here()).all():
-            if self._has_left[0]:
+            if self.has_left[0]:
                 raise PeerDeadError(f"rank {self.rank} of {self.size}: another rank has left")
             if time.monotonic() - start > timeout:
                 missing = ", ".join(map(str, np.flatnonzero(~here)))

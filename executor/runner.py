@@ -36,9 +36,11 @@ _NEUTRAL_IN_POOLING = {
     "kv_cache_memory_bytes": None,
     "tensor_parallel_size": 1,
     "enable_expert_parallel": False,
+    "pipeline_parallel_size": 1,
 }
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 PARALLEL = ("cpu", "fake", "cuda")  # devices whose runner can be one of several ranks
+PIPELINED = ("cpu", "fake")  # those whose runner can be one of several stages
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,8 +81,8 @@ class Done:
 
 class ModelRunner(Protocol):
     """Keeps the batch, the weights and the KV cache of one rank. All ranks get the same plans, and
-    rank 0 knows their outputs. group_fd: memory that only they share. engine: which replica this is
-    a rank of (it matters where each has a device of its own).
+    config.output_rank knows their outputs. group_fd: memory that only they share. engine: which
+    replica this is a rank of (it matters where each has a device of its own).
 
     `load` comes first and once; it may take seconds and raises ConfigError (ModelLoadError for what
     is wrong with the model's files). `launch` and `execute` apply a plan to the batch and run the
@@ -127,6 +129,11 @@ def make_runner(
         raise ConfigError(
             f"tensor_parallel_size = {config.tensor_parallel_size}: device {config.device!r} has "
             f"one worker only; {', '.join(PARALLEL)} can have several"
+        )
+    if config.pipeline_parallel_size > 1 and config.device not in PIPELINED:
+        raise ConfigError(
+            f"pipeline_parallel_size = {config.pipeline_parallel_size}: device {config.device!r} "
+            f"has one stage only; {', '.join(PIPELINED)} can have several"
         )
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:

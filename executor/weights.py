@@ -9,6 +9,7 @@ model would not be the one that was trained.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -117,13 +118,14 @@ class SafetensorsWeights:
 
 
 class DummyWeights:
-    """Random weights of about the size that trained ones have: the same for the same seed and
-    device, where they are drawn.
+    """Random weights of about the size that trained ones have: the same for the same name, seed and
+    device (where they are drawn), whatever else is taken.
     """
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._generator = torch.Generator(self._device)
+        self._seed = seed
 
     def has(self, name: str) -> bool:
         return False
@@ -139,6 +141,7 @@ class DummyWeights:
         assert dtype is None
         if name.lower().endswith("norm.weight"):
             return torch.ones(shape, device=self._device)[part]
+        self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         drawn = torch.empty(shape, device=self._device)
         return drawn.normal_(0, 0.02, generator=self._generator)[part]
 

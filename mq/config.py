@@ -15,6 +15,7 @@ from .devices import BY_DEVICE, DEVICE_DEFAULTS, check_device_options, find_devi
 from .errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MAX_WORKERS = 64  # of one engine: as many as a broadcast channel has readers (board.py)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -122,6 +123,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "rather one that has had the prompt's beginning. Several replicas alone"
         ),
     ] = "score"
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="stages, each of tensor_parallel_size workers with a part of the layers, "
+            "that compute several steps at a time. Devices cpu and fake",
+            extra={"short": "-pp"},
+        ),
+    ] = 1
     enforce_eager: Annotated[
         bool,
         Meta(description="no CUDA graphs: starts sooner, decodes slower. Device cuda alone"),
@@ -255,8 +266,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 5
 
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The worker that samples and answers: the first one of the last stage."""
+        return self.num_workers - self.tensor_parallel_size
+
+    @property
+    def most_steps_in_flight(self) -> int:
+        """Every stage has one, at least."""
+        return max(self.max_steps_in_flight, self.pipeline_parallel_size)
+
     def __post_init__(self) -> None:
         self._settle_device()
+        self._check_workers()
         self._check_partial_prefills()
         self._check_tokenizer()
         self._check_routing()
@@ -279,6 +305,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(
                     f"{other} = {getattr(self, other)!r}: of no use with skip_tokenizer_init"
                 )
+
+    def _check_workers(self) -> None:
+        if self.num_workers > MAX_WORKERS:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: with "
+                f"tensor_parallel_size = {self.tensor_parallel_size} these are {self.num_workers} "
+                f"workers, and an engine has at most {MAX_WORKERS}"
+            )
 
     def _settle_device(self) -> None:
         found = self.device == "auto"

@@ -1,5 +1,5 @@
-"""Ranks of a tensor-parallel engine for tests: processes that keep torch loaded, and a runner that
-has all of them run each plan.
+"""The workers of an engine of several for tests: processes that keep torch loaded, and a runner
+that has all of them run each plan.
 
     python -P tests/ranks.py
 
@@ -40,11 +40,10 @@ class Ranks:
 
     def load(self, config: EngineConfig, spec: ModelSpec) -> RanksRunner:
         fd = os.memfd_create("ranks")
-        path, size = f"/proc/{os.getpid()}/fd/{fd}", config.tensor_parallel_size
+        path, size = f"/proc/{os.getpid()}/fd/{fd}", config.num_workers
         try:
-            return RanksRunner(
-                self, self.call([("load", config, spec, rank, path) for rank in range(size)])
-            )
+            loaded = self.call([("load", config, spec, rank, path) for rank in range(size)])
+            return RanksRunner(self, loaded, config.output_rank)
         finally:
             os.close(fd)
 
@@ -64,8 +63,10 @@ class Ranks:
 class RanksRunner:
     """A model runner of several ranks. `loaded` is what each says of itself."""
 
-    def __init__(self, ranks: Ranks, loaded: list[tuple[WorkerReady, dict[str, Any]]]) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, ranks: Ranks, loaded: list[tuple[WorkerReady, dict[str, Any]]], output_rank: int
+    ) -> None:
+        self._ranks, self._output_rank = ranks, output_rank
         self.loaded = loaded
 
     def load(self, progress: object) -> WorkerReady:
@@ -79,8 +80,10 @@ class RanksRunner:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         outputs = self._ranks.call([("execute", plan)] * len(self.loaded))
-        assert all(output.token_ids == outputs[0].token_ids for output in outputs)
-        return outputs[0]
+        *before, output = outputs[: self._output_rank + 1]
+        assert not any(other.token_ids for other in before)  # of other stages
+        assert all(o.token_ids == output.token_ids for o in outputs[self._output_rank :])
+        return output
 
 
 def main() -> None:

@@ -105,6 +105,9 @@ class Model:
         self.budget = self.config.max_num_batched_tokens
         self.planned, self.partial = [], []
         running = self.all("running")
+        self.decodes = 1 << 40
+        if self.config.pipeline_parallel_size > 1:
+            self.decodes = -(-len(running) // self.config.pipeline_parallel_size)
         may_enter = True
         for priority in sorted({choice.priority for choice in running}):
             may_enter = may_enter and self._enter(before=priority)
@@ -139,12 +142,18 @@ class Model:
         num_tokens = min(max(1, choice.length - choice.computed), self.budget, most)
         if not num_tokens or choice.computed + 1 >= choice.limit:
             return
+        left = choice.length - choice.computed
+        if self.config.pipeline_parallel_size > 1 and left < 1:
+            return
+        if left <= 1 and not self.decodes:
+            return
         while (missing := self._missing(choice, choice.computed + num_tokens)) > self.num_free:
             last = self.holders[-1]
             self._give_up(last)
             if last is choice:
                 return
         choice.blocks += [next(self._block_numbers) for _ in range(missing)]
+        self.decodes -= left <= 1
         self._compute(choice, num_tokens)
 
     def _compute(self, choice, num_tokens):

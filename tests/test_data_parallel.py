@@ -37,9 +37,12 @@ def text_of(server, body, begun):
     return text
 
 
-def test_the_death_of_a_replica_costs_nothing(model):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_death_of_a_replica_costs_nothing(model, stages):
     """Its own requests go on at the other, and the other's don't even begin again."""
-    with serve(model, *FAKE, "-dp", "2", RINGCAST_FAKE_STEP_SECONDS="0.02") as server:
+    sizes = ("-dp", "2", "-pp", str(stages))
+    workers, dies = [f"worker.{i}" for i in range(2 * stages)], f"worker.{stages - 1}"
+    with serve(model, *FAKE, *sizes, RINGCAST_FAKE_STEP_SECONDS="0.02") as server:
         name = server.get("/v1/models")["data"][0]["id"]
         bodies = [
             {"model": name, "prompt": f"prompt {i}", "max_tokens": 40} for i in range(NUM_STREAMS)
@@ -47,12 +50,12 @@ def test_the_death_of_a_replica_costs_nothing(model):
         pids, begun = server.pids(), set()
         assert sorted(pids) == [
             *("client.0", "coordinator.0", "detokenizer.0", "scheduler.0", "scheduler.1"),
-            *("tokenizer.0", "worker.0", "worker.1"),
+            *("tokenizer.0", *workers),
         ]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             streams = [pool.submit(text_of, server, body, begun) for body in bodies]
             until(lambda: len(begun) == NUM_STREAMS)
-            os.kill(pids["worker.0"], signal.SIGKILL)
+            os.kill(pids[dies], signal.SIGKILL)
             texts = [stream.result(30) for stream in streams]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             asked = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
@@ -61,8 +64,9 @@ def test_the_death_of_a_replica_costs_nothing(model):
         until(lambda: 0 < server.statistics()["client.0.takeovers"] < NUM_STREAMS)
         until(server.all_ready, 20)
         now = server.pids()
-        assert {name for name in pids if now[name] != pids[name]} == {"worker.0", "scheduler.0"}
-        assert gone(pids["worker.0"])
+        unit = {*workers[:stages], "scheduler.0"}
+        assert {name for name in pids if now[name] != pids[name]} == unit
+        assert gone(pids[dies])
         until(lambda: server.statistics()["scheduler.0.free_blocks"] == 127)
 
 

@@ -12,6 +12,8 @@ from collections import Counter
 import pytest
 from simulation import mutations, scenario, world
 
+from ringcast.actors import topology
+
 NUM_SEEDS = 300
 BATCHES = 10
 
@@ -42,8 +44,16 @@ def test_every_kind_of_thing_happens():
     assert {("kill", actor) for actor in replicas} <= faults
     assert {one.config.data_parallel_size for one in drawn} == {1, 2, 3, 4}
     assert {one.config.data_parallel_routing for one in drawn} == {"score", "prefix"}
+    killed = {
+        (topology.engine_of(fault.actor, one.counts), topology.rank_of(fault.actor, one.counts))
+        for one in drawn
+        for fault in one.faults
+        if fault.kind == "kill" and fault.actor.startswith("worker.")
+    }
+    assert {(0, 1), (1, 0), (1, 1)} <= killed
     assert any(fault.seconds == math.inf for one in drawn for fault in one.faults)
     assert {one.config.max_steps_in_flight for one in drawn} == {1, 2, 3}
+    assert {one.config.pipeline_parallel_size for one in drawn} == {1, 2, 3}
     totals = Counter()
     for seed in range(30):
         totals += Counter(run(seed).counts)
@@ -60,7 +70,8 @@ def test_a_seed_replays_exactly():
     assert len(set(here)) == len(seeds)
     command = f"from simulation import world\nfor seed in {seeds}: print(world.run(seed).digest)"
     folder = os.path.dirname(__file__)
-    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": folder}
+    paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": paths}
     # -I would drop PYTHONPATH; -P keeps the root folder's names out.
     there = subprocess.run(
         [sys.executable, "-P", "-c", command],

@@ -20,7 +20,7 @@ clients come again. Its next incarnation may hear that: a scheduler that has jus
 older deaths late, and may have opened streams for stragglers by then.
 
 At a flush all tokens and ends go out as one StreamStep, and steps are planned and sent until
-`max_steps_in_flight` are out. So the workers find the next plan when they have answered one: the
+`most_steps_in_flight` are out. So the workers find the next plan when they have answered one: the
 scheduler runs ahead of them, and a sequence takes part although its newest token is not back
 (sequence.py). What ends a sequence may then be seen late: what steps in flight still sample for it
 is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step is out.
@@ -73,7 +73,7 @@ class SchedulerCore:
         self._spec = spec
         self._num_workers = num_workers
         self._detokenizer = detokenizer
-        self._max_steps_in_flight = config.max_steps_in_flight
+        self._max_steps_in_flight = config.most_steps_in_flight
         self._workers: dict[int, messages.WorkerReady] = {}  # by rank
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, Sequence] = {}

@@ -23,6 +23,12 @@ three limits: rows (max_num_seqs), tokens of one step (max_num_batched_tokens) a
    With max_long_partial_prefills long ones among the partial, no other long one enters, and shorter
    ones pass it. Only what comes earlier in the step counts: the urgent don't wait for the others.
 
+7. Where workers are a pipeline of stages, each has a step of its own, all at the same time. A
+   sequence is in a step only if its next token is known, so while one is in flight that samples it,
+   it is in no other. Of those that run, a step lets no more decode than are there for each stage;
+   so the steps are of one size, and none takes all rows and leaves the stages behind it without.
+   The chunks of a prompt may follow one another.
+
 Nothing starves under fcfs. No sequence is ever longer than all blocks together (core.py sees to
 it), so the first in order always gets on, and who waits is passed by others only while long prompts
 that came before are being computed: it enters after so many steps as those before it may take. It
@@ -67,6 +73,9 @@ class Planner:
         self._max_long_partial = config.max_long_partial_prefills or NEVER
         self.waiting = WaitingQueue(self._threshold)
         self._num_rows = config.max_num_seqs
+        self._stages = config.pipeline_parallel_size
+        self._least_left = 1 if self._stages > 1 else -NEVER  # tokens to compute, to be in a step
+        self._decodes_left = NEVER  # in the step that is planned
         self._free_rows = list(reversed(range(self._num_rows)))
         self._removed: list[int] = []  # since the last plan
         self._now = 0.0
@@ -110,6 +119,8 @@ class Planner:
         """
         self._number, self._oldest, self._now = number, oldest, now
         step = Step(number)
+        if self._stages > 1:
+            self._decodes_left = -(-len(self.running) // self._stages)
         budget = self._plan_by_priority(step)
         if self.forks:
             budget = self._plan_forks(step, budget)
@@ -138,6 +149,7 @@ class Planner:
         for sequence in self.running:
             ahead = sequence.num_computed - len(sequence.tokens) + 1
             assert awaited[sequence] == max(0, ahead), "it awaits other tokens than it should"
+            assert ahead <= 1 or self._stages == 1, "it is computed before its token is known"
             assert sequence.num_computed < sequence.max_length, "it is computed beyond its end"
 
     def _check_rows(self) -> None:
@@ -183,6 +195,7 @@ class Planner:
     def _plan_running(self, step: Step, budget: int, running: list[Sequence]) -> int:
         """Returns the budget that is left. A hot loop, so decoding is written out here."""
         sequences, num_tokens = step.sequences, step.num_tokens
+        least, decodes = self._least_left, self._decodes_left
         for sequence in running:
             # Without a row it was preempted for an earlier one, and so were all that come after it.
             row = sequence.row
@@ -194,18 +207,22 @@ class Planner:
                 end = computed + 1
                 if end >= sequence.max_length:  # and is its last
                     continue
+                if count < least or not decodes:
+                    continue
                 if end > sequence.capacity and not self._make_room(step, sequence, end):
                     break
                 sequence.num_computed = end
                 sequences[row] = sequence
                 num_tokens.append(1)
                 budget -= 1
+                decodes -= 1
             else:
                 count = min(count, budget, self._threshold)
                 if not self._make_room(step, sequence, computed + count):
                     break
                 step.compute(sequence, count)
                 budget -= count
+        self._decodes_left = decodes
         return budget
 
     def _make_room(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:

@@ -77,7 +77,7 @@ def _wait(count: Any, wanted: Any, left: Any, naps: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _copy(source: Any, target: Any, words: Any) -> None:
+def copy(source: Any, target: Any, words: Any) -> None:
     x = carray(pointer(source, _F32), (words,))
     y = carray(pointer(target, _F32), (words,))
     for i in range(words):
@@ -114,7 +114,7 @@ def _exchange(p, chunk, chunks):
             if a.mode != FIRST or a.rank == 0:
                 for i in range(height):
                     own = slot + a.rank * _SLOT_BYTES + 4 * i * columns
-                    _copy(x + 4 * i * a.x_stride, own, columns)
+                    copy(x + 4 * i * a.x_stride, own, columns)
             take(counts + a.rank * LINE)
             for other in range(a.ranks):
                 failed = _wait(counts + other * LINE, piece, a.memory, a.naps)
@@ -129,9 +129,9 @@ def _exchange(p, chunk, chunks):
                     if a.out != 0:
                         for other in range(a.ranks):
                             there = target + 4 * other * a.width
-                            _copy(part + other * _SLOT_BYTES, there, columns)
+                            copy(part + other * _SLOT_BYTES, there, columns)
                 elif a.mode == SUM or a.rank != 0:
-                    _copy(part, target, columns)
+                    copy(part, target, columns)
                     if a.mode == SUM:
                         for other in range(1, a.ranks):
                             _add(part + other * _SLOT_BYTES, target, columns)

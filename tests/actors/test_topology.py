@@ -24,6 +24,21 @@ def test_a_replica_is_a_scheduler_and_its_workers():
     assert len(units) == 2 + len(alone)
 
 
+def test_every_stage_has_its_workers():
+    counts = topology.counts_of(
+        EngineConfig(
+            device="fake",
+            tensor_parallel_size=2,
+            pipeline_parallel_size=3,
+            data_parallel_size=2,
+        )
+    )
+    assert counts["worker"] == 12
+    units = topology.units(counts)
+    assert units["engine.1"] == (*(f"worker.{i}" for i in range(6, 12)), "scheduler.1")
+    assert topology.rank_of("worker.11", counts) == 5
+
+
 @pytest.mark.parametrize(("worker", "engine", "rank"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)])
 def test_workers_are_numbered_replica_by_replica(worker, engine, rank):
     assert topology.engine_of(f"worker.{worker}", TWO_OF_TWO) == engine

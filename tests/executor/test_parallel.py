@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringcast.executor.parallel import HostGroup
+from ringcast.executor.parallel import HostGroup, map_memory
 from ringcast.kernels.cpu import exchange
 from ringcast.kernels.cpu.exchange import SLOT_WORDS
 from ringcast.mq.errors import PeerDeadError
@@ -30,7 +30,8 @@ def on_every_rank(size, memory_fd, act, timeout=30.0, here=None, num_threads=2):
     def run(rank):
         torch.set_num_threads(num_threads)
         try:
-            results[rank] = act(HostGroup(rank, size, memory_fd, timeout))
+            memory = map_memory(memory_fd, exchange.memory_bytes(size))
+            results[rank] = act(HostGroup(rank, size, memory, timeout))
         except Exception as error:
             errors.append(error)
 

@@ -47,6 +47,14 @@ def test_a_device_that_depends_on_the_batch_is_refused_where_none_may(monkeypatc
         runner.make_runner(config, SPEC)
 
 
+def test_a_device_without_stages_is_refused(monkeypatch):
+    config = build(EngineConfig, {"pipeline_parallel_size": 2, "device": "fake"})
+    assert runner.make_runner(config, SPEC)
+    monkeypatch.setattr(runner, "PIPELINED", ("cpu",))
+    with pytest.raises(ConfigError, match=r"size = 2: device 'fake' has one stage only; cpu can"):
+        runner.make_runner(config, SPEC)
+
+
 def test_the_registry_imports_no_torch_and_waiting_threads_sleep_soon():
     fields = msgspec.structs.asdict(SPEC)
     program = (

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from ringcast.actors import topology
 from ringcast.actors.coordinator_core import CoordinatorCore
 from ringcast.actors.core import Core, PeerLost, Send
 from ringcast.actors.scheduler.core import SchedulerCore
@@ -241,7 +242,9 @@ class CoreNode(Node):
                 counts = world.scenario.counts
                 self.core = CoordinatorCore(counts["scheduler"], counts["client"])
             case "scheduler":
-                self.core = SchedulerCore(world.scenario.config, spec, name=self.name)
+                config = world.scenario.config
+                workers = config.num_workers
+                self.core = SchedulerCore(config, spec, num_workers=workers, name=self.name)
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
 
@@ -276,7 +279,7 @@ class CoreNode(Node):
 
 
 class WorkerNode(Node):
-    """A worker with the fake runner. Poisonous prompts kill it before it answers the step.
+    """A worker with the fake runner. Poisonous prompts kill the one that answers, before it does.
 
     killers: the requests of which it died.
     """
@@ -286,7 +289,10 @@ class WorkerNode(Node):
         super().__init__(world, name, generation)
 
     def _make(self) -> None:
-        self._runner = FakeModelRunner(self.world.scenario.config, self.world.scenario.spec)
+        config = self.world.scenario.config
+        rank = topology.rank_of(self.name, self.world.scenario.counts)
+        self._answers = rank == config.output_rank
+        self._runner = FakeModelRunner(config, self.world.scenario.spec, rank)
         self._poisonous: dict[int, tuple[str, list[int]]] = {}
         self._first = [self._runner.load(lambda *_: None)]
 
@@ -301,11 +307,14 @@ class WorkerNode(Node):
 
     def _step(self, inbound: Inbound, plan: Any) -> Job:
         yield self.world.delay(self.world.scenario.step)
-        self._taste(plan)
+        if self._answers:
+            self._taste(plan)
         if self.killers:
             self.die("killed by what it computed")
             return
-        yield from self._answer(self._runner.execute(plan))
+        output = self._runner.execute(plan)
+        if self._answers:
+            yield from self._answer(output)
         inbound.commit()
         self.world.wake((inbound.source,))
 

@@ -116,6 +116,7 @@ def draw(seed: int) -> Scenario:
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
         max_steps_in_flight=rng.choice([1, 2, 3]),
+        pipeline_parallel_size=random.Random(f"{seed} stages").choice([1, 1, 1, 2, 3]),
         scheduling_policy="fcfs" if seed % 2 else "priority",
         enable_prefix_caching=(caching := rng.random() < 0.8),
         data_parallel_routing=replicas.choice(["score", "prefix"])
@@ -243,6 +244,7 @@ def _poison(rng: random.Random, wish: Wish) -> None:
 
 def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
     actors = ["tokenizer.0", "detokenizer.0", "scheduler.0", "worker.0"]
+    actors += [f"worker.{rank}" for rank in range(1, scenario.config.num_workers)]
     actors += [f"client.{i}" for i in range(scenario.num_clients)]
     out = []
 
@@ -269,9 +271,10 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
 def _spread(rng: random.Random, scenario: Scenario, fault: Fault) -> Fault:
     """A fault of the first engine hits any of them, or now and then the coordinator instead."""
     replicas = scenario.config.data_parallel_size
-    kind = fault.actor.partition(".")[0]
+    kind, _, rank = fault.actor.partition(".")
     if replicas == 1 or kind not in ("scheduler", "worker"):
         return fault
     if rng.random() < 0.15:
         return replace(fault, actor="coordinator.0")
-    return replace(fault, actor=f"{kind}.{rng.randrange(replicas)}")
+    size = scenario.config.num_workers if kind == "worker" else 1
+    return replace(fault, actor=f"{kind}.{rng.randrange(replicas) * size + int(rank)}")

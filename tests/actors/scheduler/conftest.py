@@ -119,7 +119,7 @@ class Engine:
         """Everything that the core sends, to where it goes; the worker executes a plan at once."""
         sends = self.core.flush(0.0)
         kinds = [(send.to, type(send.message)) for send in sends]
-        assert kinds.count(("workers", messages.StepPlan)) <= self.config.max_steps_in_flight
+        assert kinds.count(("workers", messages.StepPlan)) <= self.config.most_steps_in_flight
         assert kinds.count(("detokenizer.0", messages.StreamStep)) <= 1
         decode_plan = codec.Decoder(messages.SchedulerToWorker)
         decode_stream = codec.Decoder(messages.SchedulerToDetokenizer)
@@ -131,7 +131,7 @@ class Engine:
                 self.outputs.append(self.runner.execute(plan))
             else:
                 self._hear(decode_stream(payload))
-        assert self.core.num_steps_in_flight <= self.config.max_steps_in_flight
+        assert self.core.num_steps_in_flight <= self.config.most_steps_in_flight
         self.core.check()
         return sends
 

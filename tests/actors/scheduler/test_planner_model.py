@@ -32,6 +32,8 @@ OPTIONS = {
     },
     "blocks of one": {**TINY, "block_size": 1, "num_gpu_blocks_override": 34},
     "tiny budget": {**TINY, "max_num_batched_tokens": 2},
+    "two stages": {**TINY, "pipeline_parallel_size": 2, "max_num_seqs": 6},
+    "three stages": {**TINY, "pipeline_parallel_size": 3, "max_num_batched_tokens": 6},
 }
 
 
@@ -82,7 +84,7 @@ class Run:
 
     def step(self):
         self.act()
-        depth = self.engine.config.max_steps_in_flight
+        depth = self.engine.config.most_steps_in_flight
         if self.in_flight and (depth == 1 or self.rng.random() < 0.9):
             self.answer()
         self.act()

@@ -1,0 +1,69 @@
+"""What a stage of a pipeline hands to those after it, through memory that processes of one host
+share: rows of numbers, an item at a time, in their order.
+
+A pipe has one writer and some readers, each of which takes every item. Items go into slots in turn.
+Neither launch here waits: whoever launches has seen in the counts that there is an item, or room
+for one (executor/pipeline.py). The counts are read here once more, with the order that the data
+needs.
+
+    memory   a line: items sent              raised by the writer after its last write (release),
+                                             read by every reader before it reads (acquire)
+             a line per reader: items taken  raised by the reader after its last read (release),
+                                             read by the writer before it overwrites (acquire)
+             the slots
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from .exchange import LINE, copy
+from .openmp import Chunks, Kernel
+from .scalars import pointer, read, take
+
+_I64 = np.int64(0)
+
+
+def slot_bytes(words: int) -> int:
+    """Of a slot for so many numbers of four bytes: whole lines."""
+    return -(-4 * words // LINE) * LINE
+
+
+def pipe_bytes(readers: int, slots: int, words: int) -> int:
+    return LINE * (1 + readers) + slots * slot_bytes(words)
+
+
+def _send(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows = carray(pointer(a.rows, _I64), (1,))[0]
+    for reader in range(a.readers):
+        read(a.pipe + LINE * (1 + reader))
+    item = read(a.pipe)
+    slot = a.pipe + LINE * (1 + a.readers) + item % a.slots * a.slot_bytes
+    for row in range(rows):
+        copy(a.x + 4 * row * a.width, slot + 4 * row * a.width, a.width)
+    take(a.pipe)
+
+
+def _receive(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows = carray(pointer(a.rows, _I64), (1,))[0]
+    read(a.pipe)
+    item = read(a.pipe + LINE * (1 + a.reader))
+    slot = a.pipe + LINE * (1 + a.readers) + item % a.slots * a.slot_bytes
+    for row in range(rows):
+        copy(slot + 4 * row * a.width, a.x + 4 * row * a.width, a.width)
+    take(a.pipe + LINE * (1 + a.reader))
+
+
+def _one(arguments: dict[str, Any]) -> Chunks:
+    return Chunks(1)
+
+
+# x [rows, width], of four bytes each; both sides have the same rows and width. pipe: its memory.
+_FIELDS = "rows pipe readers slots slot_bytes width x"
+send_kernel = Kernel(_send, _FIELDS, chunks=_one)
+receive_kernel = Kernel(_receive, _FIELDS + " reader", chunks=_one)

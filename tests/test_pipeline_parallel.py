@@ -1,0 +1,238 @@
+"""Pipeline parallelism over processes: the same tokens as from one stage, however they are made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import random_models
+from in_process import InProcessEngine, tiny_engine
+from random_models import (
+    MODELS,
+    SMALL,
+    assert_same,
+    make_model,
+    prompt_logprobs,
+    run_greedy,
+    run_seeded,
+)
+from ranks import Ranks
+from serving import serve
+from tiny_model import make_tiny_model
+
+from ringcast import SamplingParams
+from ringcast.mq.config import EngineConfig, build
+
+# (ranks of a stage, stages). All models have three layers.
+SLOW = [(name, shape) for name in MODELS for shape in ((1, 3), (2, 2), (2, 3))]
+FAST = [(name, (1, 2)) for name in MODELS] + [("gemma3", (1, 3)), ("qwen3", (2, 2))]
+CASES = FAST + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW if c not in FAST]
+
+
+@pytest.fixture(scope="module")
+def spec_of(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = make_model(tmp_path_factory.mktemp("model"), name)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(6) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def engine(ranks):
+    def make(spec, shape, **options):
+        sizes = {"tensor_parallel_size": shape[0], "pipeline_parallel_size": shape[1]}
+        config = build(EngineConfig, {**SMALL, **sizes, **options})
+        return InProcessEngine(config, spec, ranks.load(config, spec))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_models.prompts()
+
+
+@pytest.fixture(scope="module")
+def reference(spec_of, prompts):
+    """Of one process, by model: an engine that has run the prompts, and its tokens."""
+    made = {}
+
+    def run(name):
+        if name not in made:
+            one = InProcessEngine(build(EngineConfig, SMALL), spec_of(name))
+            made[name] = one, run_greedy(one, prompts), run_seeded(one, prompts)
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_the_same_tokens(spec_of, engine, reference, prompts, name, shape):
+    one, greedy, seeded = reference(name)
+    several = engine(spec_of(name), shape)
+    assert_same(one, run_greedy(several, prompts), greedy)
+    assert run_seeded(several, prompts) == seeded
+    for i in range(len(prompts)):
+        assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
+    statistics = several.scheduler.statistics()
+    assert statistics["chunked_prefills"] > 2
+    assert statistics["prefix_cache_hits"] > 0
+    assert statistics["forks"] > 0
+    assert statistics["overshoot_tokens"] == 0
+    several.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "by_expert"),
+    [
+        ("qwen3 experts", (1, 2), False),
+        ("qwen3 experts", (1, 3), False),  # the second stage's only layer is the dense one
+        ("mixtral", (1, 2), False),
+        pytest.param("qwen3 experts", (2, 2), True, marks=pytest.mark.slow),
+        pytest.param("mixtral", (2, 2), False, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_in_stages(spec_of, engine, reference, prompts, name, shape, by_expert):
+    one, greedy, _ = reference(name)
+    several = engine(spec_of(name), shape, enable_expert_parallel=by_expert)
+    assert_same(one, run_greedy(several, prompts), greedy)
+    for i in range(len(prompts)):
+        assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
+    several.scheduler.check()
+
+
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_a_tight_pool_preempts(spec_of, engine, reference, prompts, ahead):
+    one, greedy, _ = reference("qwen3")
+    options = {"num_gpu_blocks_override": 50, "max_steps_in_flight": ahead}
+    several = engine(spec_of("qwen3"), (1, 3), **options)
+    assert_same(one, run_greedy(several, prompts), greedy)
+    assert several.scheduler.statistics()["preemptions"] > 0
+    several.scheduler.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["llama tied", "gemma3"])
+def test_the_same_bits(spec_of, engine, prompts, name, options):
+    """What goes from stage to stage is the residual stream as it is."""
+    options = {**options, "deterministic": True}
+    # Where kernels are compiled they don't round as where they are found in the cache: all that is
+    # compared here finds them there.
+    InProcessEngine(build(EngineConfig, {**SMALL, **options}), spec_of(name))
+    one = engine(spec_of(name), (1, 1), **options)
+    alone = run_greedy(one, prompts)
+    several = engine(spec_of(name), (1, 2), **options)
+    assert alone == run_greedy(several, prompts)
+    assert one.logprobs == several.logprobs
+    for i in range(len(prompts)):
+        assert (prompt_logprobs(one, i) == prompt_logprobs(several, i)).all()
+
+
+def test_a_stage_has_its_own_weights_alone(spec_of, ranks):
+    """And as many blocks of its own layers as fit."""
+    sizes, blocks = [], []
+    for stages in (1, 3):
+        options = {"pipeline_parallel_size": stages, "kv_cache_memory_bytes": 200_000}
+        config = build(
+            EngineConfig, {**SMALL, "num_gpu_blocks_override": None, "max_num_seqs": 64} | options
+        )
+        loaded = ranks.load(config, spec_of("qwen3")).loaded
+        sizes.append(sum(details["weights_bytes"] for _, details in loaded))
+        blocks.append([ready.num_blocks for ready, _ in loaded])
+    assert sizes[0] == sizes[1]
+    assert blocks[1] == [3 * blocks[0][0] + blocks[1][0] % 3] * 3
+
+
+def test_more_stages_than_layers(spec_of, ranks):
+    config = build(EngineConfig, {**SMALL, "pipeline_parallel_size": 4})
+    with pytest.raises(RuntimeError, match=r"has 3 layers, .* at most 3 is possible\n"):
+        ranks.load(config, spec_of("qwen3"))
+
+
+# Through the whole of it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+ENGINE = {"deterministic": True, "max_num_batched_tokens": 48, "max_model_len": 256}
+OPTIONS = (
+    *("--device", "cpu", "--dtype", "float32", "--load-format", "dummy", "--num-threads", "1"),
+    *("--deterministic", "--max-num-batched-tokens", "48", "--max-model-len", "256"),
+    *("--block-size", "4", "--num-gpu-blocks-override", "120"),
+)
+
+
+def read(server, name, prompt, on_event):
+    """The tokens of a stream."""
+    body = {"model": name, "prompt": prompt, "max_tokens": 60, "temperature": 0, "logprobs": 0}
+    body |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
+    events = []
+    for event in server.stream("/v1/completions", body):
+        events.append(event)
+        on_event(len(events))
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    return [int(token.removeprefix("token_id:")) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dies"),
+    [
+        (("-pp", "2"), "worker.0"),
+        pytest.param(("-pp", "2"), "worker.1", marks=pytest.mark.slow),
+        pytest.param(("-pp", "2", "-tp", "2"), "worker.1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stages_death_is_a_pause(model, sizes, dies):
+    """Of streams that the stages serve at the same time, with nothing in step. No token is lost,
+    repeated or another one.
+    """
+    prompts = [[5 + (i * number) % 90 for i in range(10 + 9 * number)] for number in range(6)]
+    want = tiny_engine(model, **ENGINE).generate(prompts, PARAMS)
+    assert [len(tokens) for tokens in want] == [60] * len(prompts)
+    with serve(model, *OPTIONS, *sizes) as server, ThreadPoolExecutor(len(prompts)) as pool:
+        pids = server.pids()
+        name = server.get("/v1/models")["data"][0]["id"]
+
+        def kill(count):
+            if count == 15:
+                os.kill(pids[dies], signal.SIGKILL)
+
+        def run(on_event):
+            """on_event: of the first stream."""
+            ask = [on_event, *[lambda count: None] * (len(prompts) - 1)]
+            streams = [
+                pool.submit(read, server, name, prompt, each)
+                for prompt, each in zip(prompts, ask, strict=True)
+            ]
+            return [stream.result() for stream in streams]
+
+        if "-tp" in sizes:  # which adds up in another order
+            want = run(lambda count: None)
+        assert run(kill) == want
+        assert f"{dies} (pid {pids[dies]}) died: signal SIGKILL; restarting" in server.said
+        now = server.pids()
+        unit = {name for name in pids if name.startswith(("worker.", "scheduler."))}
+        assert len(unit) == (5 if "-tp" in sizes else 3)
+        assert all((now[name] != pids[name]) == (name in unit) for name in pids)
+        status, said = server.end()
+    assert status == 0
+    assert "Traceback" not in said
