@@ -20,9 +20,10 @@ import msgspec
 
 from ..mq import supervision
 from ..mq.cluster_config import ClusterPlace
-from ..mq.config import EngineConfig, ModelSpec, ServerConfig
+from ..mq.config import EngineConfig, ModelSpec
 from ..mq.endpoint import Endpoint
 from ..mq.errors import ConfigError, NodeEndError, NodeLostError
+from ..mq.server_config import ServerConfig
 from .control import Control, shorten
 from .linux import die_with_parent
 

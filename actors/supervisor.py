@@ -20,8 +20,9 @@ import msgspec
 
 from ..mq import messages, segment, socket_folder, supervision
 from ..mq.cluster_config import ClusterPlace
-from ..mq.config import EngineConfig, ModelSpec, ServerConfig
+from ..mq.config import EngineConfig, ModelSpec
 from ..mq.endpoint import ChannelOwner, Endpoint
+from ..mq.server_config import ServerConfig
 from ..mq.socket_folder import SocketFolder
 from . import effects as fx
 from . import hosts, topology

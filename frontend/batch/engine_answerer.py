@@ -9,7 +9,6 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from ...mq.config import ServerConfig
 from ...mq.errors import (
     EngineDeadError,
     OverloadedError,
@@ -17,6 +16,7 @@ from ...mq.errors import (
     RingcastError,
     UnknownModelError,
 )
+from ...mq.server_config import ServerConfig
 from ..async_llm import AsyncLLM
 from ..http.errors import respond
 from ..http.generation import Generation

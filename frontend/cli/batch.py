@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from ...mq.config import EngineConfig, ServerConfig, build
+from ...mq.config import EngineConfig, build
 from ...mq.errors import ConfigError
+from ...mq.server_config import ServerConfig
 from ..async_llm import AsyncLLM
 from ..batch.answerer import Answerer
 from ..batch.engine_answerer import EngineAnswerer

@@ -15,9 +15,10 @@ import yaml  # type: ignore[import-untyped]
 from msgspec import inspect
 
 from ...mq.cluster_config import ClusterConfig
-from ...mq.config import EngineConfig, ServerConfig, build
+from ...mq.config import EngineConfig, build
 from ...mq.devices import explain_default
 from ...mq.errors import ConfigError
+from ...mq.server_config import ServerConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -17,7 +17,8 @@ from ...actors.effects import TellFailed, TellLost
 from ...actors.supervisor import Supervisor
 from ...mq import supervision
 from ...mq.cluster_config import ClusterConfig, ClusterPlace
-from ...mq.config import EngineConfig, ServerConfig
+from ...mq.config import EngineConfig
+from ...mq.server_config import ServerConfig
 from ..http.access import with_keys
 from ..http.listener import bind
 from ..http.tls import make_context

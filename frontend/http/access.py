@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from ...mq.config import ServerConfig
 from ...mq.errors import ConfigError
+from ...mq.server_config import ServerConfig
 from .errors import Handler, RefusedError
 from .limits import KeyLimits
 from .web_page import PATHS

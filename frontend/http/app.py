@@ -10,9 +10,10 @@ import msgspec
 from aiohttp import web
 
 from ... import __version__
-from ...mq.config import ModelSpec, ServerConfig
+from ...mq.config import ModelSpec
 from ...mq.errors import UnknownModelError
 from ...mq.messages import Message, Prompt
+from ...mq.server_config import ServerConfig
 from ...mq.supervision import Status
 from ..client import EngineClient
 from ..metrics.recorder import Recorder

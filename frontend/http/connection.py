@@ -23,7 +23,7 @@ from typing import cast
 
 from aiohttp import web
 
-from ...mq.config import ServerConfig
+from ...mq.server_config import ServerConfig
 
 _log = logging.getLogger("ringcast.http")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from ...mq.config import ServerConfig
+from ...mq.server_config import ServerConfig
 from .errors import Handler, RefusedError
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")

@@ -7,7 +7,7 @@ import socket
 
 from aiohttp import web
 
-from ...mq.config import ServerConfig
+from ...mq.server_config import ServerConfig
 from .connection import Connection
 from .errors import Handler
 from .log import connection_logger

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...actors.text.event_renderer import REASONING_NAMES
-from ...mq.config import ModelSpec, ServerConfig
+from ...mq.config import ModelSpec
 from ...mq.errors import InvalidRequestError
 from ...mq.messages import ChatPrompt, ParserSpec, Prompt
 from ...mq.sampling_params import MAX_LOGPROBS, SamplingParams
+from ...mq.server_config import ServerConfig
 from ..prompts import chat_prompt, text_prompt, tokens_prompt
 from .tools import check_tool_choice, check_tools, tool_parser
 

@@ -10,10 +10,10 @@ from aiohttp import web
 
 from ...actors.text.parsers.output_parser import OutputParser
 from ...actors.text.parsers.parser import Content, Delta
-from ...mq.config import ServerConfig
 from ...mq.errors import InvalidRequestError, RingcastError
 from ...mq.messages import Chunk, OutputSpec, ParserSpec
 from ...mq.sampling_params import SamplingParams
+from ...mq.server_config import ServerConfig
 from ..client import EngineClient
 from ..handle import RequestHandle
 from . import request_id

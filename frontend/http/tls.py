@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
-from ...mq.config import ServerConfig
 from ...mq.errors import ConfigError
+from ...mq.server_config import ServerConfig
 
 
 def make_context(server: ServerConfig) -> ssl.SSLContext | None:

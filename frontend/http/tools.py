@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from typing import Any, NoReturn
 
-from ...mq.config import ServerConfig
 from ...mq.errors import InvalidRequestError
+from ...mq.server_config import ServerConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NEEDS_GUIDANCE = (

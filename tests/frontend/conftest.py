@@ -29,7 +29,7 @@ from ringcast.frontend.http.listener import bind
 from ringcast.frontend.loop_thread import LoopThread
 from ringcast.frontend.metrics.recorder import Recorder
 from ringcast.mq import codec, messages, supervision
-from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig, build
+from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.errors import EngineDeadError
 from ringcast.mq.messages import (
     Abort,
@@ -46,6 +46,7 @@ from ringcast.mq.messages import (
     Tokenize,
     TokensPrompt,
 )
+from ringcast.mq.server_config import ServerConfig
 
 WORDS = ["Hello", ",", " wörld", " 🌍", "!"]
 TEXT_IDS = [7, 8, 9]  # what the fake tokenizer makes of any text

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from ringcast.mq.config import EngineConfig, ServerConfig, build
+from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.server_config import ServerConfig
 
 KINDS = [EngineConfig, ServerConfig]
 

@@ -11,9 +11,9 @@ import pytest
 from ringcast.frontend.async_llm import AsyncLLM
 from ringcast.frontend.batch.engine_answerer import EngineAnswerer
 from ringcast.frontend.batch.lines import BatchRequest
-from ringcast.mq.config import ServerConfig
 from ringcast.mq.errors import EngineDeadError, OverloadedError
 from ringcast.mq.messages import ErrorInfo
+from ringcast.mq.server_config import ServerConfig
 
 TEXT = "Hello, wörld 🌍!"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -14,8 +14,9 @@ import yaml
 from msgspec import inspect
 
 from ringcast.frontend.cli.options import add_options, read_options
-from ringcast.mq.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from ringcast.mq.config import DEFAULT_MODEL, EngineConfig
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.server_config import ServerConfig
 
 KINDS = (EngineConfig, ServerConfig)
 

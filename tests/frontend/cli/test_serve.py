@@ -5,7 +5,7 @@ import pytest
 from ringcast.actors.effects import TellFailed, TellLost
 from ringcast.frontend.cli.progress import StartProgress
 from ringcast.frontend.cli.serve import ConsoleReporter, exposure
-from ringcast.mq.config import ServerConfig
+from ringcast.mq.server_config import ServerConfig
 
 TRACEBACK = "Traceback (most recent call last):\nZeroDivisionError: division by zero\n"
 

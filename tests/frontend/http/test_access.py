@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ringcast.frontend.http.access import Keys, with_keys
-from ringcast.mq.config import ServerConfig, build
+from ringcast.mq.config import build
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.server_config import ServerConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"

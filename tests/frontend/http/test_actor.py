@@ -11,9 +11,10 @@ import pytest
 
 from ringcast.frontend.http.actor import ApiServer
 from ringcast.mq import messages, supervision
-from ringcast.mq.config import EngineConfig, ModelSpec, ServerConfig
+from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.errors import EngineDeadError, OverloadedError
 from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.server_config import ServerConfig
 
 PROMPT = messages.TextPrompt("hi")
 ENGINE = ["worker.0", "scheduler.0"]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ringcast.mq.config import ServerConfig, build
+from ringcast.mq.config import build
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.server_config import ServerConfig
 
 HERE, ELSEWHERE = "https://here.example", "https://elsewhere.example"
 PATH = "/v1/chat/completions"

@@ -12,7 +12,7 @@ from aiohttp import web
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.http.http_server import HttpServer
 from ringcast.frontend.http.listener import bind
-from ringcast.mq.config import ServerConfig
+from ringcast.mq.server_config import ServerConfig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

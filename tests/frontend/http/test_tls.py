@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 
 from ringcast.frontend.http.tls import make_context
-from ringcast.mq.config import ServerConfig, build
+from ringcast.mq.config import build
 from ringcast.mq.errors import ConfigError
+from ringcast.mq.server_config import ServerConfig
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs openssl, to make a certificate"

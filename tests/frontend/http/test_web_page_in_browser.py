@@ -17,8 +17,9 @@ from ringcast.frontend.http.http_server import HttpServer
 from ringcast.frontend.http.listener import bind
 from ringcast.frontend.metrics.recorder import Recorder
 from ringcast.mq import supervision
-from ringcast.mq.config import ServerConfig, build
+from ringcast.mq.config import build
 from ringcast.mq.messages import ErrorInfo
+from ringcast.mq.server_config import ServerConfig
 
 pytestmark = pytest.mark.browser
 

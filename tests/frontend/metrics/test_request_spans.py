@@ -11,7 +11,7 @@ from ringcast.frontend.http import trace_context
 from ringcast.frontend.metrics.recorder import Recorder
 from ringcast.frontend.metrics.request_spans import RequestSpan, RequestSpans
 from ringcast.mq import codec
-from ringcast.mq.config import ModelSpec, ServerConfig, build
+from ringcast.mq.config import ModelSpec, build
 from ringcast.mq.errors import ConfigError, EngineDeadError
 from ringcast.mq.messages import (
     Accepted,
@@ -25,6 +25,7 @@ from ringcast.mq.messages import (
     Timing,
 )
 from ringcast.mq.sampling_params import SamplingParams
+from ringcast.mq.server_config import ServerConfig
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -20,8 +20,8 @@ from ringcast.actors.text.parsers.output_parser import (
     put_together,
 )
 from ringcast.actors.text.parsers.parser import ToolCallStart
-from ringcast.mq.config import ServerConfig
 from ringcast.mq.messages import ParserSpec
+from ringcast.mq.server_config import ServerConfig
 
 CALL = '{"name": "f", "arguments": {"a": "}\\"{"}}'
 # What texts are made of: every mark, parts of marks, calls, parts of calls, things like marks.
