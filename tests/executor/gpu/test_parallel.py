@@ -13,7 +13,6 @@ import pytest
 import torch
 from executor.gpu.conftest import MODELS, TwoRunners, load, random_tokens
 from executor.gpu.one_rank import Order, generate, run_ranks
-from kernels.gpu.devices import DEVICE
 
 from executor.gpu import conftest
 from ringcast.executor.cpu_runner import CpuModelRunner
@@ -31,6 +30,8 @@ from ringcast.kernels.gpu.blocks import copy_blocks_reference
 from ringcast.mq import codec
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.interpreted  # test_parallel_on_device.py has devices
 
 TWO = {"tensor_parallel_size": 2}
 
@@ -284,7 +285,6 @@ def test_long_sums_are_somebody_elses():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="test_parallel_on_device.py has devices")
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_as_processes_with_every_kernel(name, specs):
     prompts = [random_tokens(1, 5), random_tokens(2, 3)]
