@@ -12,13 +12,15 @@ that as if its client had hung up.
 
 What waits for a client is bounded by this: it is one full buffer, and what its requests bring forth
 in max_client_lag.
+
+A connection that is lost has no deadline any more. Its request's handler may end after that, and a
+deadline begun then would hold the connection, and all that hangs on it, in memory until it is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
@@ -31,20 +33,22 @@ _log = logging.getLogger("ringcast.http")
 class Connection(asyncio.Protocol):
     """Stands between a transport and aiohttp's protocol, to which it passes everything on.
 
-    on_lost: called when it has ended.
+    connections: where all are, by that protocol. It is there from when it is made, which one whose
+    TLS handshake fails never is, until it is lost.
     """
 
     def __init__(
         self,
         inner: web.RequestHandler,
         server: ServerConfig,
-        on_lost: Callable[[web.RequestHandler], None],
+        connections: dict[web.RequestHandler, Connection],
     ) -> None:
         self._inner = inner
         self._server = server
-        self._on_lost = on_lost
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._idle = False
+        self._lost = False
         self._deadline: asyncio.TimerHandle | None = None
         self._lag: asyncio.TimerHandle | None = None
 
@@ -60,14 +64,16 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._connections[self._inner] = self
         self._wait_at_most(self._server.header_timeout)
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         self._wait_at_most(None)
         self._stop_lag()
         self._inner.connection_lost(exc)
-        self._on_lost(self._inner)
+        del self._connections[self._inner]
 
     def data_received(self, data: bytes) -> None:
         if self._idle:
@@ -90,7 +96,9 @@ class Connection(asyncio.Protocol):
     def _wait_at_most(self, seconds: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self._loop.call_later(seconds, self._expire)
+        self._deadline = None
+        if seconds is not None and not self._lost:
+            self._deadline = self._loop.call_later(seconds, self._expire)
 
     def _stop_lag(self) -> None:
         if self._lag is not None:

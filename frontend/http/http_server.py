@@ -58,13 +58,7 @@ class HttpServer:
 
     def _connect(self) -> Connection:
         assert self._runner.server is not None
-        inner = self._runner.server()
-        connection = Connection(inner, self._config, self._forget)
-        self._connections[inner] = connection
-        return connection
-
-    def _forget(self, inner: web.RequestHandler) -> None:
-        del self._connections[inner]
+        return Connection(self._runner.server(), self._config, self._connections)
 
     @web.middleware
     async def _track(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -60,6 +60,27 @@ async def test_in_the_middle_of_a_stream(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_of_it_stays_in_memory(
+    serve: Any, until: Any, client: EngineClient, engine: Any, alive: Any, stream: bool
+) -> None:
+    """Not even for as long as a connection may be idle."""
+    engine.hold = 2
+    async with serve(keep_alive_timeout=1000, header_timeout=1000, body_timeout=1000) as server:
+        before, tasks = alive(), asyncio.all_tasks()
+        for number in range(1, 21):
+            body = {**CHAT, "stream": stream}
+            reader, writer = await connect(server.port, "/v1/chat/completions", body)
+            await until(lambda number=number: len(engine.generated) == number)
+            if stream:
+                await reader.readuntil(b'"Hello"')
+            await hang_up(writer)
+        await until(lambda: len(engine.aborted) == 20)
+        await client.wait_idle()
+        await until(lambda: not asyncio.all_tasks() - tasks)
+        assert alive() == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_with_several_prompts(serve: Any, until: Any, engine: Any, stream: bool) -> None:
     engine.hold = 0
     async with serve() as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
 import subprocess
@@ -59,6 +60,30 @@ async def test_a_handshake(serve: Any, folder: Path) -> None:
             await server.http.get("/health")
         with pytest.raises(aiohttp.ClientError):
             await server.http.get(server.url.replace("https", "http") + "/health")
+
+
+async def test_nothing_stays_in_memory_of_handshakes_that_fail(
+    serve: Any, folder: Path, alive: Any
+) -> None:
+    files = {
+        "ssl_certfile": str(folder / "cert.pem"),
+        "ssl_keyfile": str(folder / "key.pem"),
+    }
+    trusted = trusting(folder)
+    async with serve(**files) as server:
+        async with server.http.get("/health", ssl=trusted) as answer:
+            assert answer.status == 200
+        before = alive()
+        no_tls, a_part = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01"
+        for said in [no_tls, a_part, b""] * 5:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(said)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+        async with server.http.get("/health", ssl=trusted) as answer:
+            assert answer.status == 200
+        assert alive() == before
 
 
 async def test_clients_that_must_show_a_certificate(serve: Any, folder: Path) -> None:
