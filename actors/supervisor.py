@@ -24,6 +24,7 @@ from ..mq.config import EngineConfig, ModelSpec
 from ..mq.endpoint import ChannelOwner, Endpoint
 from ..mq.server_config import ServerConfig
 from ..mq.socket_folder import SocketFolder
+from ..mq.tallies import Shape, Tallies
 from . import effects as fx
 from . import hosts, topology
 from .boot import Boot
@@ -60,8 +61,8 @@ class Supervisor:
     """Runs one topology from start to end.
 
     external: the control connection of a client that is not a child (see `connection.py`); without
-    one, an API server is started for `server` and accepts on `listener`. cluster: this host's place
-    among several; a headless one has neither client nor server.
+    one, API servers are started for `server`, and all accept on `listener`. cluster: this host's
+    place among several; a headless one has neither client nor server.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Supervisor:
         self._listener = listener
         self._external = external
         self._cluster = cluster
-        self._counts = topology.counts_of(engine)
+        self._counts = topology.counts_of(engine, server)
         if cluster is not None and cluster.config.headless:
             self._counts = hosts.node_counts(self._counts)
         self._part = hosts.part_of(self._counts, cluster)
         self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
         self._owners: list[ChannelOwner] = []
+        self._tallies = Tallies.create(Shape.of(server)) if server is not None else None
         self._details: dict[str, str | int | float] = {}
         self._addresses: dict[str, str] = {}
         self._statistics: dict[str, dict[str, float]] = {}
@@ -149,7 +151,7 @@ class Supervisor:
         )
 
     def _make_channels(self) -> None:
-        if self._engine.data_parallel_size > 1:
+        if self._engine.data_parallel_size > 1 or self._counts.get("client", 1) > 1:
             allow_many_files()
         segment.reap()
         socket_folder.reap()
@@ -196,15 +198,15 @@ class Supervisor:
     def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._endpoints(name)
         kind = name.partition(".")[0]
-        listen_fd = -1
+        listen_fd = tallies_fd = -1
         engine = self._engine
         if kind == "worker" and self._cluster is not None:  # it shares this host alone
             engine = msgspec.structs.replace(engine, data_parallel_size=self._cluster.num)
         is_rank = kind == "worker" and self._engine.num_workers > 1
         fds += [group_fd] if is_rank else []
-        if self._listener is not None and kind == "client":
-            listen_fd = self._listener.fileno()
-            fds.append(listen_fd)
+        if self._listener is not None and self._tallies is not None and kind == "client":
+            listen_fd, tallies_fd = self._listener.fileno(), self._tallies.fd
+            fds += [listen_fd, tallies_fd]
 
         def boot(control_fd: int) -> Boot:
             return Boot(
@@ -219,6 +221,7 @@ class Supervisor:
                 group_fd=group_fd if is_rank else -1,
                 server=self._server,
                 listen_fd=listen_fd,
+                tallies_fd=tallies_fd,
                 cluster=self._cluster,
             )
 
@@ -293,6 +296,8 @@ class Supervisor:
         self._loop.remove_reader(child.control.fileno())
         child.reap()
         self._statistics.pop(child.name, None)
+        if self._tallies is not None and child.name.startswith("client."):
+            self._tallies.clear(int(child.name.partition(".")[2]))
         self._say(self._profiling.lost(child.name))
         error, text, user_error = child.describe_death()
         killed = child.was_killed and oom_kills() == self._oom_kills
@@ -367,7 +372,8 @@ class Supervisor:
             case fx.OpenDoor(clients=clients):
                 self._tell(clients, supervision.TopologyReady(self._details))
             case fx.Announce():
-                self._reporter.serving(self._details, list(self._addresses.values()))
+                addresses = list(dict.fromkeys(self._addresses.values()))  # API servers share one
+                self._reporter.serving(self._details, addresses)
             case fx.Drain(timeout=timeout):
                 self._reporter.draining(timeout)
                 self._tell(self._clients(), supervision.BeginDrain(timeout))
@@ -465,6 +471,8 @@ class Supervisor:
             owner.close()
         if self._folder is not None:
             self._folder.remove()
+        if self._tallies is not None:
+            self._tallies.close()
 
 
 def _edge_status(owner: ChannelOwner) -> supervision.EdgeStatus:

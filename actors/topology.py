@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from ..mq.config import EngineConfig
+from ..mq.server_config import ServerConfig
 
 ENGINE = "engine"
 
@@ -75,9 +76,10 @@ class Channel(msgspec.Struct, frozen=True):
     messages: str
 
 
-def counts_of(engine: EngineConfig) -> dict[str, int]:
-    """How many of each kind an engine's options ask for."""
-    return counts_for(engine.data_parallel_size, engine.num_workers)
+def counts_of(engine: EngineConfig, server: ServerConfig | None = None) -> dict[str, int]:
+    """How many of each kind the options of an engine, and of its HTTP server, ask for."""
+    counts = counts_for(engine.data_parallel_size, engine.num_workers)
+    return counts if server is None else {**counts, "client": server.api_server_count}
 
 
 def counts_for(replicas: int, ranks: int) -> dict[str, int]:

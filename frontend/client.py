@@ -37,11 +37,12 @@ output is resumed in handle.py; which replica a request goes to in routing.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -65,6 +66,7 @@ from ..mq.messages import (
     Tokenized,
 )
 from ..mq.sampling_params import SamplingParams
+from ..mq.tallies import QUESTIONS, REQUESTS, Tallies
 from .cache_reset import CacheResets
 from .handle import RequestHandle, error_of
 from .mailbox import Mailbox
@@ -72,6 +74,7 @@ from .pulse import Pulse
 from .routing import Router
 from .takeover import Takeover
 from .tokenizer_questions import TokenizerQuestions
+from .trials import Trials
 
 TOKENIZER = "tokenizer.0"
 _PRIORITIES = 1 << 63  # as far as a message's integers go
@@ -98,7 +101,8 @@ class EngineClient:
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
     policy: the engine's scheduling_policy, "fcfs" or "priority". num_engines: its replicas.
-    routing: its data_parallel_routing, "score" or "prefix".
+    routing: its data_parallel_routing, "score" or "prefix". tallies: what this client counts with
+    others of the same engine; max_num_queued_reqs is of all together.
     draining: set it, and new requests are refused. dead: what `fail_all` was told. observer: set
     it before the first request.
     """
@@ -113,6 +117,7 @@ class EngineClient:
         policy: str = "fcfs",
         num_engines: int = 1,
         routing: str = "score",
+        tallies: Tallies | None = None,
     ) -> None:
         self.spec = spec
         self.index = index
@@ -122,9 +127,10 @@ class EngineClient:
         self.observer: Observer | None = None
         self._policy = policy
         self._send_to = send
+        self._tallies = tallies or Tallies.local()
         self._ledger: dict[str, RequestHandle] = {}
         self._router = Router(num_engines, index, routing)
-        self._takeover = Takeover(self._send, self._router)
+        self._takeover = Takeover(self._send, self._router, Trials(self._tallies))
         self._pulse = Pulse(self._ping)
         self._resets = CacheResets(self._reset)
         self._prefix = uuid.uuid4().hex[:8]
@@ -141,9 +147,14 @@ class EngineClient:
         return len(self._ledger)
 
     @property
+    def num_open_of_all(self) -> int:
+        """Likewise, of all clients of the engine."""
+        return self._tallies.total(REQUESTS)
+
+    @property
     def room(self) -> int:
         """How many more requests `submit` would take now."""
-        return max(0, self.max_num_queued_reqs - len(self._ledger) - self._questions.num_open)
+        return max(0, self.max_num_queued_reqs - self._tallies.total(REQUESTS, QUESTIONS))
 
     def submit(
         self,
@@ -166,25 +177,30 @@ class EngineClient:
         self.check_kind(pooled=output is not None and output.form == "pooled")
         self._check_priority(priority)
         self._refuse_if_unable()
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
-        self._num_submitted += 1
-        request = Generate(
-            request_id=f"{self._prefix}-{self._num_submitted}",
-            incarnation=0,
-            prompt=prompt,
-            params=params,
-            output=_addressed(output, self.index),
-            arrival=time.monotonic(),
-            cache_salt=cache_salt,
-            priority=priority,
-            keep_prompt_tokens=keep_prompt_tokens,
-        )
-        parked = self._takeover.blocked
-        if not parked:
-            request = msgspec.structs.replace(request, engine=self._router.choose(request))
-            self._send(request)
-        handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
+        self._take_place(REQUESTS)
+        try:
+            if params.seed is None:
+                params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
+            self._num_submitted += 1
+            request = Generate(
+                request_id=f"{self._prefix}-{self._num_submitted}",
+                incarnation=0,
+                prompt=prompt,
+                params=params,
+                output=_addressed(output, self.index),
+                arrival=time.monotonic(),
+                cache_salt=cache_salt,
+                priority=priority,
+                keep_prompt_tokens=keep_prompt_tokens,
+            )
+            parked = self._takeover.blocked
+            if not parked:
+                request = msgspec.structs.replace(request, engine=self._router.choose(request))
+                self._send(request)
+            handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
+        except BaseException:
+            self._tallies.add(REQUESTS, -1)
+            raise
         self._ledger[request.request_id] = handle
         self._router.track(handle)
         if self.observer is not None:
@@ -284,19 +300,13 @@ class EngineClient:
 
     async def tokenize(self, prompt: Prompt, with_texts: bool = False) -> Tokenized:
         """A prompt's tokens, as the tokenizer actor makes them. Raises as `submit` does."""
-        self._refuse_if_unable()
-        try:
+        with self._question():
             return await self._questions.tokenize(prompt, with_texts, not self._takeover.blocked)
-        finally:
-            self._wake_if_idle()
 
     async def detokenize(self, token_ids: bytes) -> str:
         """The text of tokens (i32 bytes), special ones included. Raises as `submit` does."""
-        self._refuse_if_unable()
-        try:
+        with self._question():
             return await self._questions.detokenize(token_ids, not self._takeover.blocked)
-        finally:
-            self._wake_if_idle()
 
     async def wait_idle(self) -> None:
         """Wait until no request is open, and nothing is asked of the tokenizer."""
@@ -379,11 +389,28 @@ class EngineClient:
             raise copy.copy(self.dead)
         if self.draining:
             raise OverloadedError(_DRAINING)
-        if not self.room:
-            raise OverloadedError(
-                f"{self.num_open} requests are running or waiting, "
-                "as many as max_num_queued_reqs allows"
-            )
+
+    def _take_place(self, word: int) -> None:
+        tallies = self._tallies
+        with tallies.locked():
+            taken = tallies.total(REQUESTS, QUESTIONS)
+            if taken < self.max_num_queued_reqs:
+                tallies.add(word, 1)
+                return
+        raise OverloadedError(
+            f"{taken} requests are running or waiting, as many as max_num_queued_reqs allows"
+        )
+
+    @contextlib.contextmanager
+    def _question(self) -> Iterator[None]:
+        """Something is asked of the tokenizer."""
+        self._refuse_if_unable()
+        self._take_place(QUESTIONS)
+        try:
+            yield
+        finally:
+            self._tallies.add(QUESTIONS, -1)
+            self._wake_if_idle()
 
     def _check_priority(self, priority: int) -> None:
         if type(priority) is not int or not -_PRIORITIES <= priority < _PRIORITIES:
@@ -411,6 +438,7 @@ class EngineClient:
 
     def _close(self, handle: RequestHandle) -> None:
         del self._ledger[handle.request_id]
+        self._tallies.add(REQUESTS, -1)
         self._router.track(handle)
         self._takeover.settle(handle)
         if self.observer is not None:

@@ -28,7 +28,7 @@ something can be sent again,
 
 1. who isn't suspect goes at once,
 2. who is goes *on trial*: one at a time, in the ledger's order, the next when the one before has
-   proven itself or has ended.
+   proven itself or has ended. Of several API servers one at a time has such a trial (trials.py).
 
 A process that somebody killed from outside was hardly killed by a request. Such a death is a
 *blow*, counted like a strike, and two of them weigh as much: who has a strike or two blows is
@@ -54,6 +54,7 @@ from ..mq.errors import PoisonousRequestError
 from ..mq.messages import Abort, ClientToTokenizer
 from .handle import RequestHandle
 from .routing import Router
+from .trials import Trials
 
 MAX_STRIKES = 2
 _BLOWS = 2  # to a strike
@@ -68,13 +69,16 @@ class Takeover:
     on_trial: the one suspect that is out and has not proven itself.
     """
 
-    def __init__(self, send: Callable[[ClientToTokenizer], None], router: Router) -> None:
+    def __init__(
+        self, send: Callable[[ClientToTokenizer], None], router: Router, trials: Trials
+    ) -> None:
         self.last_death = ""
         self.on_trial: RequestHandle | None = None
         self.num_takeovers = 0
         self.num_poisoned = 0
         self._send = send
         self._router = router
+        self._trials = trials
         self._down: set[str] = set()  # names of what has died and isn't back
         self._common_down: set[str] = set()  # those of them that every request needs
         self._waiting: deque[RequestHandle] = deque()  # for their trial
@@ -122,7 +126,7 @@ class Takeover:
             if not handle.parked or (handle.at_large and unit != "tokenizer"):
                 self._hit(handle, unit, from_outside)
         if self.on_trial is not None and (self.on_trial.parked or not self.on_trial.open):
-            self.on_trial = None
+            self._end_trial()
         return [handle for handle in ledger if not handle.open]
 
     def regained(self, names: Sequence[str]) -> None:
@@ -155,7 +159,8 @@ class Takeover:
 
     def stop(self) -> None:
         """Nothing comes back any more."""
-        self.on_trial = None
+        self._end_trial()
+        self._trials.stop()
         self._waiting.clear()
         self._late.clear()
 
@@ -188,12 +193,22 @@ class Takeover:
         )
 
     def _try_next(self) -> None:
-        self.on_trial = None
-        while self._waiting and self.on_trial is None:
-            handle = self._waiting.popleft()
-            if handle.open:
-                self.on_trial = handle
-                self._hand_over(handle)
+        self._end_trial()
+        while self._waiting and not self._waiting[0].open:
+            self._waiting.popleft()
+        if self._waiting and self._trials.begin(self._try_again):
+            self.on_trial = self._waiting.popleft()
+            self._hand_over(self.on_trial)
+
+    def _try_again(self) -> None:
+        """Another server had a trial."""
+        if self.on_trial is None and not self.blocked:
+            self._try_next()
+
+    def _end_trial(self) -> None:
+        if self.on_trial is not None:
+            self.on_trial = None
+            self._trials.end()
 
     def _hand_over(self, handle: RequestHandle) -> None:
         before, was_sent = handle.engine, handle.sent

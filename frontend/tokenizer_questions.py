@@ -97,9 +97,9 @@ class TokenizerQuestions:
     async def _ask(self, message: Tokenize | Detokenize, is_up: bool) -> Any:
         question = _Question(message, asyncio.get_running_loop().create_future(), is_up)
         self._open[message.request_id] = question
-        if is_up:
-            self._send(message)
         try:
+            if is_up:
+                self._send(message)
             return await question.answer
         finally:
             del self._open[message.request_id]

@@ -16,6 +16,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, Meta(ge=0, le=65535, description="port to bind; 0 takes a free one")] = (
         8000
     )
+    api_server_count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="API server processes, which accept on the one port and share all replicas "
+            "and limits",
+        ),
+    ] = 1
     served_model_name: Annotated[
         list[str], Meta(description="the names that clients use for the model")
     ] = []
@@ -32,7 +41,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="requests that one key may have under way before it gets a 429"),
     ] = None
     max_requests_per_minute_per_key: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
         Meta(description="requests that one key may begin in any minute before it gets a 429"),
     ] = None
     ssl_certfile: Annotated[

@@ -18,6 +18,7 @@ from ...actors.supervisor import Supervisor
 from ...mq import supervision
 from ...mq.cluster_config import ClusterConfig, ClusterPlace
 from ...mq.config import EngineConfig
+from ...mq.errors import ConfigError
 from ...mq.server_config import ServerConfig
 from ..http.access import with_keys
 from ..http.listener import bind
@@ -39,9 +40,15 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     engine = read_options(args, EngineConfig)
     place = place_of(read_options(args, ClusterConfig), engine)
+    server = read_options(args, ServerConfig)
     if place is not None and place.config.headless:
+        if server.api_server_count > 1:
+            raise ConfigError(
+                f"api_server_count = {server.api_server_count}: a headless host serves no HTTP; "
+                "give it to the master"
+            )
         return _run_headless(engine, place.config, start)
-    server = with_keys(read_options(args, ServerConfig), os.environ)
+    server = with_keys(server, os.environ)
     make_context(server)  # what is wrong with the certificate is said at once
     check_traces(server.otlp_traces_endpoint)
     with bind(server.host, server.port) as listener, StartProgress() as progress:

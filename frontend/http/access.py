@@ -8,10 +8,10 @@ added later.)
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import math
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from aiohttp import web
 
 from ...mq.errors import ConfigError
 from ...mq.server_config import ServerConfig
+from ...mq.tallies import Tallies
 from .errors import Handler, RefusedError
 from .limits import KeyLimits
 from .web_page import PATHS
@@ -85,12 +86,12 @@ def _digest(key: str) -> bytes:
 
 
 class Access:
-    """The middleware. A key's limits are those of one API server: each counts for itself."""
+    """The middleware. A key's limits are those of all API servers together."""
 
-    def __init__(self, server: ServerConfig) -> None:
+    def __init__(self, server: ServerConfig, tallies: Tallies) -> None:
         self._keys = Keys(server.api_key)
         self._limits = KeyLimits(
-            server.max_concurrency_per_key, server.max_requests_per_minute_per_key
+            tallies, server.max_concurrency_per_key, server.max_requests_per_minute_per_key
         )
 
     @web.middleware
@@ -109,7 +110,7 @@ class Access:
             )
         if request.method != "POST":
             return await handler(request)
-        refusal = self._limits.enter(key, asyncio.get_running_loop().time())
+        refusal = self._limits.enter(key, time.monotonic())
         if refusal is not None:
             raise RefusedError(
                 refusal.reason,

@@ -15,6 +15,7 @@ from ...actors.control import Control
 from ...actors.profiling import ProfileAsks
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
+from ...mq.tallies import Shape, Tallies
 from ..client import EngineClient
 from ..metrics.recorder import Recorder
 from ..metrics.request_spans import RequestSpans
@@ -48,24 +49,32 @@ class ApiServer(Actor):
         assert boot.server is not None
         index = int(boot.actor.partition(".")[2])
         engine = boot.engine
+        tallies = Tallies.attach(boot.tallies_fd, Shape.of(boot.server), index)
         self._client = EngineClient(
             boot.spec,
             self.links.send,
             index,
             engine.max_num_queued_reqs,
-            engine.seed,
+            None if engine.seed is None else engine.seed + index,
             engine.scheduling_policy,
             engine.data_parallel_size,
             engine.data_parallel_routing,
+            tallies,
         )
-        self._client.observer = recorder = Recorder()
+        self._client.observer = self._recorder = Recorder(tallies)
         if (endpoint := boot.server.otlp_traces_endpoint) is not None:
             self._traces = SpanExporter(endpoint)
             self._client.observer = RequestSpans(
-                recorder, trace_context.current, self._traces.export
+                self._recorder, trace_context.current, self._traces.export
             )
         app = make_app(
-            self._client, boot.spec, boot.server, self._ask_status, recorder, self._profiles.ask
+            self._client,
+            boot.spec,
+            boot.server,
+            self._ask_status,
+            self._recorder,
+            self._profiles.ask,
+            tallies,
         )
         self._http = HttpServer(app, boot.server)
         return {}
@@ -101,6 +110,7 @@ class ApiServer(Actor):
         self._client.regained(names)
 
     def statistics(self) -> dict[str, float]:
+        self._recorder.flush()  # for the scrapes of other API servers
         return self._client.statistics()
 
     def background(self) -> list[Coroutine[Any, Any, None]]:

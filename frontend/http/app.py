@@ -15,6 +15,7 @@ from ...mq.errors import UnknownModelError
 from ...mq.messages import Message, Prompt
 from ...mq.server_config import ServerConfig
 from ...mq.supervision import Status
+from ...mq.tallies import Shape, Tallies
 from ..client import EngineClient
 from ..metrics.recorder import Recorder
 from . import request_id, trace_context
@@ -45,13 +46,15 @@ def make_app(
     status: Callable[[], Awaitable[Status]],
     recorder: Recorder,
     profile: Callable[[bool], Awaitable[str]] | None = None,
+    tallies: Tallies | None = None,
 ) -> web.Application:
     """The application, to be run by an HttpServer.
 
-    profile: starts the workers' profilers, or stops them and returns a report.
+    profile: starts the workers' profilers, or stops them and returns a report. tallies: what
+    several of these count together; without, this is the only one.
     """
     app = web.Application(client_max_size=server.max_body_bytes)
-    add_middlewares(app, server)
+    add_middlewares(app, server, tallies or Tallies.local(Shape.of(server)))
     names = server.served_model_name or [spec.name]
     api = Api(client, spec, server, status)
     app.router.add_get("/metrics", Metrics(status, recorder, names[0]).scrape)
@@ -80,7 +83,7 @@ def make_app(
     return app
 
 
-def add_middlewares(app: web.Application, server: ServerConfig) -> None:
+def add_middlewares(app: web.Application, server: ServerConfig, tallies: Tallies) -> None:
     """What every request goes through, from the outermost on."""
     app.middlewares.append(request_id.identify)
     app.on_response_prepare.append(request_id.mark)
@@ -90,7 +93,7 @@ def add_middlewares(app: web.Application, server: ServerConfig) -> None:
         app.middlewares.append(log_access)
     app.middlewares.append(errors_as_json)
     Cors(server).add_to(app)
-    app.middlewares.append(Access(server).guard)
+    app.middlewares.append(Access(server, tallies).guard)
     app.middlewares.append(body_within(server.body_timeout))
 
 

@@ -1,4 +1,4 @@
-"""/load: how busy this API server is, as vLLM has it."""
+"""/load: how busy the server is, as vLLM has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..client import EngineClient
 
 
 class ServerLoad(msgspec.Struct):
-    """server_load: requests of this API server's that run or wait; each prompt is one."""
+    """server_load: requests that run or wait, of all API servers; each prompt is one."""
 
     server_load: int
 
@@ -23,5 +23,5 @@ class LoadApi:
 
     async def load(self, _: web.Request) -> web.Response:
         """How many requests run or wait."""
-        body = msgspec.json.encode(ServerLoad(self._client.num_open))
+        body = msgspec.json.encode(ServerLoad(self._client.num_open_of_all))
         return web.Response(body=body, content_type="application/json")

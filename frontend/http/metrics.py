@@ -20,7 +20,7 @@ class Metrics:
         self._model = model
 
     async def scrape(self, request: web.Request) -> web.Response:
-        """What Prometheus collects, in its text format."""
+        """What Prometheus collects, in its text format: of all API servers, whichever is asked."""
         accept = request.headers.get("Accept")
-        body, kind = render(await self._status(), self._recorder, self._model, accept)
+        body, kind = render(await self._status(), self._recorder.of_all(), self._model, accept)
         return web.Response(body=body, headers={"Content-Type": kind})

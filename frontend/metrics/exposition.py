@@ -1,9 +1,9 @@
 """/metrics: the names that vLLM's dashboards know, with `ringcast:` before them.
 
 What the engine counts comes from the supervisor's Status, which has what every actor publishes once
-a second; what befalls requests comes from this process's Recorder. A number that is not known (of
-an actor that is being restarted) is absent for the time, and its counters begin again at 0. What a
-scheduler counts has the label `engine`, its replica's number.
+a second; what befalls requests comes from the Records of all API servers. A number that is not
+known (of an actor that is being restarted) is absent for the time, and its counters begin again at
+0; those of requests go on. What a scheduler counts has the label `engine`, its replica's number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from ...mq.supervision import Status
 from .engine_totals import EngineTotals
 from .histogram import Histogram
-from .recorder import Recorder
+from .records import Records
 
 PREFIX = "ringcast:"
 ENGINE_LABELS = ["model_name", "engine"]
@@ -41,23 +41,23 @@ COUNTERS = {
 """Name here: the scheduler's statistic, and the line of help."""
 
 
-def render(status: Status, recorder: Recorder, model: str, accept: str | None) -> tuple[bytes, str]:
+def render(status: Status, records: Records, model: str, accept: str | None) -> tuple[bytes, str]:
     """The text of a scrape, and its content type, as the scraper's Accept header wants it."""
     encode, content_type = choose_encoder(accept or "")
-    return encode(_Scrape(status, recorder, model)), content_type
+    return encode(_Scrape(status, records, model)), content_type
 
 
 class _Scrape(Collector):
     """What prometheus_client takes for a registry."""
 
-    def __init__(self, status: Status, recorder: Recorder, model: str) -> None:
+    def __init__(self, status: Status, records: Records, model: str) -> None:
         self._status = status
-        self._recorder = recorder
+        self._records = records
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
         yield from self._engine(EngineTotals(self._status))
-        yield from self._requests(self._recorder)
+        yield from self._requests(self._records)
         yield from self._actors(self._status)
 
     def _engine(self, engine: EngineTotals) -> Iterator[Metric]:
@@ -77,16 +77,16 @@ class _Scrape(Collector):
                 sizes.add_metric([self._model, number], *steps)
         yield sizes
 
-    def _requests(self, recorder: Recorder) -> Iterator[Metric]:
+    def _requests(self, records: Records) -> Iterator[Metric]:
         finished = CounterMetricFamily(
             PREFIX + "request_success",
             "Choices that have ended, by reason.",
             labels=["model_name", "finished_reason"],
         )
-        for reason, count in recorder.finished.items():
+        for reason, count in records.finished.items():
             finished.add_metric([self._model, reason], count)
         yield finished
-        for name, histogram, words in _histograms(recorder):
+        for name, histogram, words in _histograms(records):
             yield self._histogram(name, words, *histogram.cumulative())
 
     def _actors(self, status: Status) -> Iterator[Metric]:
@@ -131,24 +131,24 @@ class _Scrape(Collector):
         return family
 
 
-def _histograms(recorder: Recorder) -> Iterable[tuple[str, Histogram, str]]:
-    gaps = recorder.between_tokens
+def _histograms(records: Records) -> Iterable[tuple[str, Histogram, str]]:
+    gaps = records.between_tokens
     return (
-        ("time_to_first_token_seconds", recorder.first_token, "From a request to its first token."),
+        ("time_to_first_token_seconds", records.first_token, "From a request to its first token."),
         ("inter_token_latency_seconds", gaps, "Between the chunks of a stream."),
         ("time_per_output_token_seconds", gaps, "inter_token_latency_seconds' older name."),
         (
             "request_time_per_output_token_seconds",
-            recorder.per_token,
+            records.per_token,
             "The mean time of a choice's tokens after its first.",
         ),
-        ("e2e_request_latency_seconds", recorder.end_to_end, "From a request to its end."),
-        ("request_queue_time_seconds", recorder.queue, "From the scheduler's queue to the batch."),
-        ("request_prefill_time_seconds", recorder.prefill, "From there to the first token."),
-        ("request_decode_time_seconds", recorder.decode, "From there to the last."),
-        ("request_inference_time_seconds", recorder.inference, "Prefill and decode."),
-        ("request_prompt_tokens", recorder.prompt_tokens, "Tokens of a request's prompt."),
-        ("request_generation_tokens", recorder.generation_tokens, "Tokens of a choice's output."),
-        ("request_params_n", recorder.n, "Choices that a request asked for."),
-        ("request_params_max_tokens", recorder.max_tokens, "Tokens that it asked for at most."),
+        ("e2e_request_latency_seconds", records.end_to_end, "From a request to its end."),
+        ("request_queue_time_seconds", records.queue, "From the scheduler's queue to the batch."),
+        ("request_prefill_time_seconds", records.prefill, "From there to the first token."),
+        ("request_decode_time_seconds", records.decode, "From there to the last."),
+        ("request_inference_time_seconds", records.inference, "Prefill and decode."),
+        ("request_prompt_tokens", records.prompt_tokens, "Tokens of a request's prompt."),
+        ("request_generation_tokens", records.generation_tokens, "Tokens of a choice's output."),
+        ("request_params_n", records.n, "Choices that a request asked for."),
+        ("request_params_max_tokens", records.max_tokens, "Tokens that it asked for at most."),
     )

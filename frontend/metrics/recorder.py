@@ -11,50 +11,25 @@ taken over after a death was computed twice and is left out of them.
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 from ...mq.messages import Chunk, Finish, Timing
+from ...mq.tallies import Tallies
 from ..handle import RequestHandle
-from .histogram import Histogram
-
-FIRST_TOKEN_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-TOKEN_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
-    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_SECONDS = (
-    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
-    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-TOKENS = tuple(d * 10**e for e in range(6) for d in (1, 2, 5))
-CHOICES = (1, 2, 5, 10, 20, 50, 100)
+from .records import Records
 
 
-class Recorder:
-    """An EngineClient's `observer`.
+class Recorder(Records):
+    """An EngineClient's `observer`. tallies: where its numbers are, beside those of others."""
 
-    finished: choices that have ended, by finish_reason. "error" has those of requests that the
-    engine had accepted and did not bring to their end, too.
-    """
-
-    def __init__(self) -> None:
-        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
-        self.first_token = Histogram(FIRST_TOKEN_SECONDS)
-        self.between_tokens = Histogram(TOKEN_SECONDS)
-        self.per_token = Histogram(TOKEN_SECONDS)
-        self.end_to_end = Histogram(REQUEST_SECONDS)
-        self.queue = Histogram(REQUEST_SECONDS)
-        self.prefill = Histogram(REQUEST_SECONDS)
-        self.decode = Histogram(REQUEST_SECONDS)
-        self.inference = Histogram(REQUEST_SECONDS)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
-        self.n = Histogram(CHOICES)
-        self.max_tokens = Histogram(TOKENS)
+    def __init__(self, tallies: Tallies | None = None) -> None:
+        self._tallies = tallies or Tallies.local()
+        super().__init__(self._tallies.metrics)
         self._last: dict[str, list[float]] = {}  # by request: when each choice was heard of last
+
+    def of_all(self) -> Records:
+        """The sums over all clients; of the others as far as they have flushed."""
+        self.flush()
+        return Records(self._tallies.metrics_of_all())
 
     def opened(self, handle: RequestHandle) -> None:
         """All of a request is counted when something comes of it."""
@@ -76,7 +51,7 @@ class Recorder:
         last = self._last.pop(handle.request_id, None) or [now] * len(handle.finishes)
         finishes = [finish for finish in handle.finishes if finish is not None]
         if handle.accepted:
-            self.finished["error"] += len(handle.finishes) - len(finishes)
+            self.finish("error", len(handle.finishes) - len(finishes))
         for finish, end in zip(handle.finishes, last, strict=True):
             if finish is not None:
                 self._count_choice(handle, finish, end or now)
@@ -90,7 +65,7 @@ class Recorder:
         return last
 
     def _count_choice(self, handle: RequestHandle, finish: Finish, end: float) -> None:
-        self.finished[finish.reason] += 1
+        self.finish(finish.reason)
         self.generation_tokens.observe(finish.num_output_tokens)
         timing = finish.timing
         if timing is None or handle.request.incarnation:

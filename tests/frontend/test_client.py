@@ -332,3 +332,17 @@ async def test_a_thousand_interleaved_requests(client: EngineClient, engine: Any
     texts = await asyncio.gather(*(one() for _ in range(1000)))
     assert set(texts) == {"".join(engine.words)}
     assert client.num_open == 0
+
+
+async def test_what_cannot_be_sent_takes_no_place(spec: ModelSpec) -> None:
+    def refuse(to: str, message: Any) -> None:
+        raise UnicodeEncodeError("utf-8", "x", 0, 1, "lone surrogate")
+
+    client = EngineClient(spec, refuse, max_num_queued_reqs=3)
+    with pytest.raises(UnicodeEncodeError):
+        client.submit(PROMPT, SamplingParams())
+    with pytest.raises(UnicodeEncodeError):
+        await client.tokenize(PROMPT)
+    await client.wait_idle()
+    assert client.room == 3
+    assert client.num_open_of_all == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.errors import EngineDeadError, OverloadedError
 from ringcast.mq.sampling_params import SamplingParams
 from ringcast.mq.server_config import ServerConfig
+from ringcast.mq.tallies import REQUESTS, Shape, Tallies
 
 PROMPT = messages.TextPrompt("hi")
 ENGINE = ["worker.0", "scheduler.0"]
@@ -27,10 +29,20 @@ class Said:
     def __init__(self) -> None:
         self.control: list[Any] = []
         self.links: list[Any] = []
+        self.made: list[Tallies] = []
 
-    def actor(self, spec: ModelSpec, name: str = "client.2", **options: Any) -> ApiServer:
+    def actor(
+        self, spec: ModelSpec, name: str = "client.2", seed: int | None = None, **options: Any
+    ) -> ApiServer:
+        server = ServerConfig(api_server_count=3, **options)
+        self.tallies = Tallies.create(Shape.of(server))
+        self.made.append(self.tallies)
         boot = types.SimpleNamespace(
-            actor=name, spec=spec, server=ServerConfig(**options), engine=EngineConfig()
+            actor=name,
+            spec=spec,
+            server=server,
+            engine=EngineConfig(seed=seed),
+            tallies_fd=self.tallies.fd,
         )
         actor = ApiServer(boot, types.SimpleNamespace(send=self.control.append))  # type: ignore[arg-type]
         actor.links = types.SimpleNamespace(  # type: ignore[assignment]
@@ -42,8 +54,11 @@ class Said:
 
 
 @pytest.fixture
-def said() -> Said:
-    return Said()
+def said() -> Iterator[Said]:
+    said = Said()
+    yield said
+    for tallies in said.made:
+        tallies.close()
 
 
 async def test_a_loss_and_a_return(said: Said, spec: ModelSpec) -> None:
@@ -57,7 +72,19 @@ async def test_a_loss_and_a_return(said: Said, spec: ModelSpec) -> None:
     actor.on_control(supervision.PeersBack(ENGINE))
     assert [sent.incarnation for sent in said.links] == [0, 1]
     assert handle.request.output.client == 2
+    assert said.tallies.total(REQUESTS) == 1
     await actor.end()
+    assert said.tallies.total(REQUESTS) == 0
+
+
+async def test_servers_with_one_seed_draw_others(said: Said, spec: ModelSpec) -> None:
+    seeds = set()
+    for name in ("client.0", "client.1"):
+        actor = said.actor(spec, name, seed=7)
+        await actor.start()
+        seeds.add(actor._client.submit(PROMPT, SamplingParams()).request.params.seed)
+        await actor.end()
+    assert len(seeds) == 2
 
 
 async def test_a_drain_during_a_restart_waits_for_the_takeover(said: Said, spec: ModelSpec) -> None:
