@@ -29,7 +29,7 @@ class Said:
 
     def actor(self, spec: ModelSpec, name: str = "client.2", **options: Any) -> ApiServer:
         boot = types.SimpleNamespace(
-            actor=name, spec=spec, server=ServerConfig(**options), engine=EngineConfig()
+            counts={}, actor=name, spec=spec, server=ServerConfig(**options), engine=EngineConfig()
         )
         actor = ApiServer(boot, types.SimpleNamespace(send=self.control.append))  # type: ignore[arg-type]
         actor.links = types.SimpleNamespace(  # type: ignore[assignment]
