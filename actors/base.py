@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import uvloop
 
 from ..mq import supervision
+from ..mq.endpoint import received
 from .boot import Boot
 from .control import Control
-from .core import Core, PeerLost, Send
+from .core import Core, PeerAdded, PeerLost, Send
 from .links import Links
 
 STATISTICS_SECONDS = 1.0
@@ -114,7 +116,18 @@ class Actor:
                 self.send_all(self.core.handle(source, PeerLost(), now))
             self.send_all(self.core.flush(now))
         self.on_lost(message)
+        if message.removed:
+            self.links.remove(message.lost)
         self.control.send(supervision.PeersForgotten(message.death))
+
+    def _add(self, message: supervision.PeersAdded, fds: list[int]) -> None:
+        self.links.add(received(message.endpoints, fds))
+        for fd in fds:  # the channels' ends have their own by now
+            os.close(fd)
+        if self.core is not None:
+            for source in message.names:
+                self.send_all(self.core.handle(source, PeerAdded(), self.now()))
+        self.control.send(supervision.PeersForgotten(message.number))
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +157,11 @@ class Actor:
     def _read_control(self) -> None:
         try:
             while (packet := self.control.receive()) is not None:
-                self.on_control(packet[0])
+                message, fds = packet
+                if isinstance(message, supervision.PeersAdded):
+                    self._add(message, fds)
+                else:
+                    self.on_control(message)
         except EOFError:
             asyncio.get_running_loop().remove_reader(self.control.fileno())
             self.stop()

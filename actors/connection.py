@@ -16,7 +16,7 @@ import msgspec
 
 from ..mq import messages, supervision
 from ..mq.config import EngineConfig, ModelSpec
-from ..mq.endpoint import Endpoint
+from ..mq.endpoint import received
 from ..mq.errors import ConfigError, EngineDeadError
 from .boot import memory_fd
 from .control import Control
@@ -161,7 +161,7 @@ class EngineConnection:
     def _on_message(self, message: Any, fds: list[int]) -> None:
         match message:
             case supervision.Attach(endpoints=encoded):
-                self._links = Links(_with_descriptors(encoded, fds), self._on_batch)
+                self._links = Links(received(encoded, fds), self._on_batch)
                 for fd in fds:  # the channels' ends have their own by now
                     os.close(fd)
                 self._control.send(supervision.ActorReady())
@@ -221,13 +221,3 @@ class EngineConnection:
                 answer.set_exception(EngineDeadError(str(error)))
         self._status.clear()
         self._profiles.fail(str(error))
-
-
-def _with_descriptors(encoded: bytes, fds: list[int]) -> list[Endpoint]:
-    """The endpoints of an Attach, with the descriptors' numbers in this process."""
-    endpoints = []
-    for endpoint in msgspec.msgpack.decode(encoded, type=list[Endpoint]):
-        count = len(endpoint.fds)
-        endpoints.append(msgspec.structs.replace(endpoint, fds=fds[:count]))
-        fds = fds[count:]
-    return endpoints

@@ -3,6 +3,7 @@
     Load            of a replica: kept, and told at the next publication
     a replica lost  nothing is known of it, until its next incarnation says something
     a client lost   its next incarnation has nothing anywhere
+    one added       nothing is known of it; one that was removed keeps its place
 
 It publishes when something has changed, at most every `interval` seconds. A core has no timer, so
 it says when it wants to be flushed again (`due`). It keeps nothing that a new incarnation would
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..mq.messages import Load, Loads
-from .core import PeerLost, Send
+from .core import PeerAdded, PeerLost, Send
 
 PUBLISH_SECONDS = 0.1
 UNKNOWN = -1
@@ -49,6 +50,9 @@ class CoordinatorCore:
         kind, _, number = source.partition(".")
         if isinstance(message, Load):
             self._report(int(number), message)
+        elif isinstance(message, PeerAdded):
+            if kind == "scheduler":
+                self._grow(int(number) + 1)
         else:
             assert isinstance(message, PeerLost), f"{source} sent {message!r}"
             if kind == "scheduler":
@@ -82,6 +86,16 @@ class CoordinatorCore:
         self._ours[:, engine] = 0
         for client, choices in load.clients:
             self._ours[client, engine] = choices
+
+    def _grow(self, num_engines: int) -> None:
+        more = num_engines - len(self._waiting)
+        if more <= 0:
+            return
+        place = (0, more)
+        self._waiting = np.pad(self._waiting, place, constant_values=UNKNOWN)
+        self._running = np.pad(self._running, place, constant_values=UNKNOWN)
+        self._kv_usage = np.pad(self._kv_usage, place, constant_values=UNKNOWN)
+        self._ours = np.pad(self._ours, ((0, 0), (0, more)))
 
     def _lose(self, engine: int) -> None:
         self._changed = True

@@ -29,9 +29,15 @@ class PeerLost(NamedTuple):
     """
 
 
+class PeerAdded(NamedTuple):
+    """An event: the `source` that it comes with is part of the topology from now on, and is going
+    to start. Nothing is to be sent there before it has said something, or somebody has named it.
+    """
+
+
 class Core(Protocol):
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
-        """React to one message from the instance `source`, or to its PeerLost.
+        """React to one message from the instance `source`, or to its PeerLost or PeerAdded.
 
         Never raises for anything a user can cause.
         """

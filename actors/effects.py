@@ -27,7 +27,8 @@ class MarkDead(msgspec.Struct, frozen=True):
 class TellLost(msgspec.Struct, frozen=True):
     """PeersLost to each of `to` (which may be nobody); each answers `forgotten(itself, death)`.
 
-    from_outside: as in PeersLost. final: it isn't started again, and the others go on without it.
+    from_outside, removed: as in PeersLost. final: it isn't started again, and the others go on
+    without it.
     """
 
     to: tuple[str, ...]
@@ -38,6 +39,7 @@ class TellLost(msgspec.Struct, frozen=True):
     lost: tuple[str, ...]
     from_outside: bool = False
     final: bool = False
+    removed: bool = False
 
 
 class TellBack(msgspec.Struct, frozen=True):
@@ -45,6 +47,47 @@ class TellBack(msgspec.Struct, frozen=True):
 
     to: tuple[str, ...]
     names: tuple[str, ...]
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Make the channels of these, which are new. They are not running."""
+
+    actors: tuple[str, ...]
+
+
+class TellAdded(msgspec.Struct, frozen=True):
+    """PeersAdded to each of `to`, with its ends of the channels of `added`; each answers
+    `forgotten(itself, number)`."""
+
+    to: tuple[str, ...]
+    number: int
+    added: tuple[str, ...]
+
+
+class TellLeaving(msgspec.Struct, frozen=True):
+    """PeersLeaving to each of these clients; each answers `left(itself)`."""
+
+    to: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Shutdown to these. Each one's `died` follows."""
+
+    actors: tuple[str, ...]
+
+
+class Disconnect(msgspec.Struct, frozen=True):
+    """These are no more: close their channels. Nobody uses an end of them any more."""
+
+    actors: tuple[str, ...]
+
+
+class ScaleEnded(msgspec.Struct, frozen=True):
+    """The scale is over, and there are so many replicas. error: why not as many as asked for."""
+
+    replicas: int
+    error: str
 
 
 class OpenDoor(msgspec.Struct, frozen=True):
@@ -97,6 +140,12 @@ Effect = (
     | MarkDead
     | TellLost
     | TellBack
+    | Connect
+    | TellAdded
+    | TellLeaving
+    | Stop
+    | Disconnect
+    | ScaleEnded
     | OpenDoor
     | Announce
     | TellFailed

@@ -46,6 +46,8 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 8. A remote unit's actor waits for another host (actors/master_gateway.py). At the first start that
    may take --startup-timeout; once the others serve, it may take any time, and however often the
    other host is lost, its replica isn't given up.
+
+How units are added and removed while it is SERVING is elastic.py's.
 """
 
 from __future__ import annotations
@@ -293,14 +295,12 @@ class Lifecycle:
     def _can_do_without(self, unit: Unit) -> bool:
         """Whether this is a replica, and not the last one."""
         replicas = [other for other in self._units if other.name.startswith(f"{ENGINE}.")]
-        others = [
-            other
-            for other in replicas
-            if other is not unit
-            and not other.given_up
-            and (other.phase is Phase.UP or other.name not in self._remote)
-        ]
+        others = [other for other in replicas if other is not unit and self._counts_on(other)]
         return self._restarts and self._max_restarts > 0 and unit in replicas and bool(others)
+
+    def _counts_on(self, unit: Unit) -> bool:
+        """Whether this replica serves, or will again."""
+        return not unit.given_up and (unit.phase is Phase.UP or unit.name not in self._remote)
 
     def _lose(self, unit: Unit) -> Sequence[Effect]:
         """A unit has gone DOWN: nobody counts on it from here on."""
@@ -333,9 +333,12 @@ class Lifecycle:
             death.from_outside,
             unit.given_up,
         )
+        yield from self._await_answers(to, death.number)
+
+    def _await_answers(self, to: tuple[str, ...], number: int) -> Iterator[Effect]:
         for actor in to:
             timer = self._timer(self._step_timeout, f"silent {actor}")
-            self._unanswered.setdefault(actor, {})[death.number] = timer.key
+            self._unanswered.setdefault(actor, {})[number] = timer.key
             if actor not in self._external:
                 yield timer
 

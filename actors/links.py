@@ -17,8 +17,9 @@ deadlock).
 A dead peer is the supervisor's business, which marks it in its channels. What is sent to it is
 dropped. A receiver whose writer is dead and has been heard to the end is suspended: neither armed
 nor watched, so it costs nothing. `lose` sees to both at once, when the actor is told; `regain`
-takes the suspension back. An actor that starts while a peer is dead meets the mark first and is
-told later, which is as well.
+takes the suspension back. Of who doesn't come again `remove` closes the channels, and what is sent
+there still (by somebody who doesn't know yet) is dropped likewise. An actor that starts while a
+peer is dead meets the mark first and is told later, which is as well.
 """
 
 from __future__ import annotations
@@ -146,15 +147,21 @@ class Links:
         self._on_batch = on_batch
         self._outboxes: dict[str, Outbox] = {}
         self._readers: dict[str, tuple[str, ...]] = {}
+        self._removed: set[str] = set()  # targets that are no more
         self._inbound: list[Inbound] = []
         self._scheduled = False
         self._paused = False
         self._closed = False
         for endpoint in endpoints:
-            if endpoint.role == "send":
-                self._add_outbox(endpoint)
-            else:
-                self._inbound.append(self._make_inbound(endpoint))
+            self._open(endpoint)
+
+    def _open(self, endpoint: Endpoint) -> Inbound | None:
+        if endpoint.role == "send":
+            self._add_outbox(endpoint)
+            return None
+        inbound = self._make_inbound(endpoint)
+        self._inbound.append(inbound)
+        return inbound
 
     def _add_outbox(self, endpoint: Endpoint) -> None:
         target = endpoint.edge.partition(">")[2]
@@ -167,6 +174,27 @@ class Links:
     def start(self) -> None:
         self._watch_all()
         self._pump()
+
+    def add(self, endpoints: list[Endpoint]) -> None:
+        """Open the ends of more channels, once started. They are read last, in this order."""
+        for endpoint in endpoints:
+            inbound = self._open(endpoint)
+            if inbound is None:
+                self._removed.discard(endpoint.edge.partition(">")[2])
+            else:
+                self._watch(inbound)
+        self._schedule()
+
+    def remove(self, names: Collection[str]) -> None:
+        """Close the channels with these, which were lost and heard out."""
+        for inbound in [inbound for inbound in self._inbound if inbound.writer in names]:
+            self._inbound.remove(inbound)
+            self._loop.remove_reader(inbound.receiver.fileno())
+            inbound.receiver.close()
+        for target in [target for target in self._outboxes if target in names]:
+            self._outboxes.pop(target).close()
+            del self._readers[target]
+            self._removed.add(target)
 
     def pause(self) -> None:
         """Take nothing more in, until `resume`. What the dead had sent is taken in all the same."""
@@ -186,7 +214,11 @@ class Links:
 
         Raises KeyError for a stranger.
         """
-        self._outboxes[to].put(codec.encode(message))
+        outbox = self._outboxes.get(to)
+        if outbox is not None:
+            outbox.put(codec.encode(message))
+        elif to not in self._removed:
+            raise KeyError(to)
 
     def num_waiting(self) -> int:
         """Messages that wait in outboxes."""

@@ -14,47 +14,27 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from ..mq import messages, segment, socket_folder, supervision
+from ..mq import messages, supervision
 from ..mq.cluster_config import ClusterPlace
 from ..mq.config import EngineConfig, ModelSpec
-from ..mq.endpoint import ChannelOwner, Endpoint
 from ..mq.server_config import ServerConfig
-from ..mq.socket_folder import SocketFolder
 from ..mq.tallies import Shape, Tallies
 from . import effects as fx
 from . import hosts, topology
 from .boot import Boot
+from .channel_owners import ChannelOwners
 from .child import Child
 from .control import Control
-from .lifecycle import Lifecycle
+from .elastic import ElasticLifecycle
 from .linux import allow_many_files, oom_kills, usage
 from .profiling import Profiling
+from .reporter import Reporter
+from .scaling import Scaling, new_units
 from .stalls import Position, StallWatch
-
-
-class Reporter(Protocol):
-    """Whoever is told how it goes: a terminal, or the process of an `LLM`."""
-
-    def progress(self, actor: str, progress: supervision.Progress) -> None: ...
-
-    def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None: ...
-
-    def lost(self, death: fx.TellLost) -> None:
-        """Something died and is being restarted. Once for each death."""
-
-    def notice(self, text: str) -> None:
-        """Something that people should know, of which nothing follows."""
-
-    def back(self, names: Sequence[str], seconds: float) -> None:
-        """It has come back, so long after it was lost."""
-
-    def draining(self, timeout: float) -> None: ...
-
-    def failed(self, death: fx.TellFailed) -> None: ...
 
 
 class Supervisor:
@@ -87,10 +67,9 @@ class Supervisor:
         if cluster is not None and cluster.config.headless:
             self._counts = hosts.node_counts(self._counts)
         self._part = hosts.part_of(self._counts, cluster)
-        self._folder: SocketFolder | None = None
         self._children: dict[str, Child] = {}
-        self._owners: list[ChannelOwner] = []
         self._tallies = Tallies.create(Shape.of(server)) if server is not None else None
+        self._channels = ChannelOwners(engine)
         self._details: dict[str, str | int | float] = {}
         self._addresses: dict[str, str] = {}
         self._statistics: dict[str, dict[str, float]] = {}
@@ -99,6 +78,7 @@ class Supervisor:
         self._num_deaths = 0  # that were reported
         self._own_statistics: dict[str, float] = {}
         self._profiling = Profiling()
+        self._scaling = Scaling(engine, cluster is not None)
         self._stalls = StallWatch(engine.step_timeout)
         self._oom_kills = oom_kills()  # at the last tick
 
@@ -118,7 +98,9 @@ class Supervisor:
             signal.SIGINT, self._on_signal if self._external is None else lambda: None
         )
         try:
-            self._make_channels()
+            allow_many_files()  # replicas may come later
+            self._channels.prepare()
+            self._channels.make(self._part.channels)
             self._apply(self._life.begin(time.monotonic()))
             if self._external is not None:
                 self._attach_external(self._external, self._external_name)
@@ -131,11 +113,11 @@ class Supervisor:
 
     # Starting
 
-    def _make_lifecycle(self) -> Lifecycle:
+    def _make_lifecycle(self) -> ElasticLifecycle:
         clients = self._part.clients
         external = clients[:1] if self._external is not None else ()
         self._external_name = "".join(external)
-        return Lifecycle(
+        return ElasticLifecycle(
             {
                 unit: actors
                 for unit, actors in self._part.units.items()
@@ -150,43 +132,11 @@ class Supervisor:
             step_timeout=self._engine.step_timeout,
         )
 
-    def _make_channels(self) -> None:
-        if self._engine.data_parallel_size > 1 or self._counts.get("client", 1) > 1:
-            allow_many_files()
-        segment.reap()
-        socket_folder.reap()
-        if self._engine.transport == "zmq":
-            self._folder = SocketFolder()
-        for channel in self._part.channels:
-            owner = ChannelOwner.create(
-                transport=self._engine.transport,
-                name=channel.name,
-                writer=channel.writer,
-                readers=channel.readers,
-                messages=channel.messages,
-                ring_bytes=self._engine.ring_bytes,
-                folder=self._folder.path if self._folder is not None else "",
-            )
-            self._owners.append(owner)
-
-    def _endpoints(self, name: str) -> tuple[list[Endpoint], list[int]]:
-        """An actor's ends of its channels, and all descriptors that they need."""
-        endpoints = [owner.endpoint(name) for owner in self._owners_of(name)]
-        return endpoints, [fd for endpoint in endpoints for fd in endpoint.fds]
-
-    def _owners_of(self, name: str) -> list[ChannelOwner]:
-        return [owner for owner in self._owners if name in (owner.writer, *owner.readers)]
-
     def _start(self, names: Sequence[str]) -> None:
         again = [name for name in names if name in self._children]
         for name in again:
             self._restarts[name] = self._restarts.get(name, 0) + 1
-            for owner in self._owners_of(name):
-                if name in owner.readers:
-                    owner.reset(name)
-        for name in again:  # only now: nobody writes into a channel while it's being reset
-            for owner in self._owners_of(name):
-                owner.mark_alive(name)
+        self._channels.revive(again)
         groups = {topology.engine_of(name, self._counts): -1 for name in names}
         for engine in groups:
             groups[engine] = os.memfd_create("ringcast-ranks")
@@ -196,12 +146,18 @@ class Supervisor:
             os.close(group_fd)
 
     def _spawn(self, name: str, group_fd: int) -> None:
-        endpoints, fds = self._endpoints(name)
+        endpoints, fds = self._channels.endpoints(name)
         kind = name.partition(".")[0]
         listen_fd = tallies_fd = -1
         engine = self._engine
-        if kind == "worker" and self._cluster is not None:  # it shares this host alone
-            engine = msgspec.structs.replace(engine, data_parallel_size=self._cluster.num)
+        num_here = topology.num_engines(self._counts)
+        if self._cluster is not None:
+            num_here = self._cluster.num
+        if kind == "worker" and num_here != engine.data_parallel_size:
+            # Those that it shares this host with.
+            engine = msgspec.structs.replace(
+                engine, data_parallel_size=num_here, data_parallel_routing="score"
+            )
         is_rank = kind == "worker" and self._engine.num_workers > 1
         fds += [group_fd] if is_rank else []
         if self._listener is not None and self._tallies is not None and kind == "client":
@@ -231,7 +187,7 @@ class Supervisor:
         self._loop.add_reader(child.control.fileno(), self._on_control, child)
 
     def _attach_external(self, control: Control, name: str) -> None:
-        endpoints, fds = self._endpoints(name)
+        endpoints, fds = self._channels.endpoints(name)
         control.send(supervision.Attach(msgspec.msgpack.encode(endpoints)), fds)
         self._loop.add_reader(control.fileno(), self._on_external, control, name)
 
@@ -285,6 +241,10 @@ class Supervisor:
                 self._say(self._profiling.ask(name, message, self._ready_workers()))
             case supervision.Profiled():
                 self._say(self._profiling.answered(name, message))
+            case supervision.Scale():
+                self._scale(name, message)
+            case supervision.PeersLeft():
+                self._apply(self._life.left(name))
             case supervision.ActorFailed():
                 if child is not None:
                     child.last_words = message
@@ -326,7 +286,7 @@ class Supervisor:
         away = {name for names in self._lost_at for name in names}  # they aren't listened to yet
         positions = [
             Position(owner.name, reader, cursor, published)
-            for owner in self._owners
+            for owner in self._channels
             if owner.writer not in away
             for reader, cursor, published in owner.progress()
             if reader in self._children and self._children[reader].state == "ready"
@@ -336,7 +296,7 @@ class Supervisor:
             # Ranks wait for the one that hangs: from here they look alike.
             readers = [other.reader for other in stalls if other.channel == stall.channel]
             names = " or ".join(f"{name} (pid {self._children[name].pid})" for name in readers)
-            owner = next(owner for owner in self._owners if owner.name == stall.channel)
+            owner = self._channels.named(stall.channel)
             self._children[stall.reader].kill(
                 f"{names} hangs: it has read nothing for "
                 f"{stall.seconds:.1f} s (--step-timeout {self._engine.step_timeout:g}) from "
@@ -354,9 +314,7 @@ class Supervisor:
                     for child in self._alive(actors):
                         child.kill()
                 case fx.MarkDead(actors=actors):
-                    for name in actors:
-                        for owner in self._owners_of(name):
-                            owner.mark_dead(name)
+                    self._channels.mark_dead(actors)
                 case fx.TellLost():
                     self._lost(effect)
                 case fx.TellBack():
@@ -382,17 +340,71 @@ class Supervisor:
                 failed = supervision.TopologyFailed(actor, error, text, user_error)
                 self._tell(self._clients(), failed)
             case fx.StopAll():
-                for child in self._alive():
-                    if child.state == "starting":
-                        child.kill()  # it may not listen yet, and loses nothing
-                    else:
-                        child.control.send(supervision.Shutdown())
+                self._stop(self._alive())
             case fx.KillAll():
                 for child in self._alive():
                     child.kill()
             case fx.Exit(code=code):
                 if not self._exit.done():
                     self._exit.set_result(code)
+            case _:
+                self._apply_to_scale(effect)
+
+    def _apply_to_scale(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Connect(actors=actors):
+                self._count(actors, 1)
+                self._channels.make(self._part.channels)
+            case fx.TellAdded(to=to, number=number, added=added):
+                for name in to:
+                    endpoints, fds = self._channels.endpoints(name, added)
+                    encoded = msgspec.msgpack.encode(endpoints)
+                    told = supervision.PeersAdded(number, list(added), encoded)
+                    self._children[name].control.send(told, fds)
+            case fx.TellLeaving(to=to, names=names):
+                self._tell(to, supervision.PeersLeaving(list(names)))
+            case fx.Stop(actors=actors):
+                self._stop(self._alive(actors))
+            case fx.Disconnect(actors=actors):
+                self._count(actors, -1)
+                self._channels.drop(actors)
+                for name in actors:
+                    self._children.pop(name, None)
+                    self._restarts.pop(name, None)
+            case fx.ScaleEnded(replicas=replicas, error=error):
+                self._reporter.notice(f"replicas: {replicas}" + (f" ({error})" if error else ""))
+                self._say(self._scaling.end(replicas, error))
+
+    def _scale(self, client: str, asked: supervision.Scale) -> None:
+        refusal = self._scaling.refusal(asked.replicas)
+        why, status = (refusal, 400) if refusal else self._life.refusal(asked.replicas) or ("", 200)
+        if why:
+            answer = supervision.Scaled(asked.ask, self._life.num_replicas, why, status)
+            self._tell([client], answer)
+            return
+        self._scaling.begin(client, asked.ask)
+        new = new_units(self._counts, asked.replicas)
+        seconds = asked.drain_seconds
+        self._apply(
+            self._life.scale(
+                asked.replicas, new, self._engine.shutdown_timeout if seconds < 0 else seconds
+            )
+        )
+
+    def _count(self, actors: Iterable[str], step: int) -> None:
+        counts = dict(self._counts)
+        for name in actors:
+            kind = name.partition(".")[0]
+            counts[kind] = counts.get(kind, 0) + step
+        self._counts = counts
+        self._part = hosts.part_of(counts, self._cluster)
+
+    def _stop(self, children: Iterable[Child]) -> None:
+        for child in children:
+            if child.state == "starting":
+                child.kill()  # it may not listen yet, and loses nothing
+            else:
+                child.control.send(supervision.Shutdown())
 
     def _lost(self, effect: fx.TellLost) -> None:
         lost = supervision.PeersLost(
@@ -402,6 +414,7 @@ class Supervisor:
             effect.traceback,
             list(effect.lost),
             effect.from_outside,
+            effect.removed,
         )
         self._tell(effect.to, lost)
         if effect.death > self._num_deaths:  # not one that somebody is told of later
@@ -450,13 +463,16 @@ class Supervisor:
             cpu, rss = usage(child.pid) if child.state != "dead" else (0.0, 0)
             restarts = self._restarts.get(name, 0)
             actors.append(supervision.ActorStatus(name, child.pid, child.state, cpu, rss, restarts))
-        return supervision.Status(
-            actors, [_edge_status(owner) for owner in self._owners], self._all_statistics()
-        )
+        return supervision.Status(actors, self._channels.status(), self._all_statistics())
 
     def _all_statistics(self) -> dict[str, float]:
         """Times among the supervisor's own are `time.monotonic()`."""
-        own = {**self._own_statistics, "deaths": self._num_deaths}
+        own = {
+            **self._own_statistics,
+            "deaths": self._num_deaths,
+            "replicas": self._life.num_replicas,
+            "scaling_to": self._life.scaling_to,
+        }
         return {
             f"{actor}.{key}": v
             for actor, values in {**self._statistics, "supervisor": own}.items()
@@ -467,17 +483,6 @@ class Supervisor:
         for child in self._alive():  # only after an exception of our own
             child.kill()
             child.reap()
-        for owner in self._owners:
-            owner.close()
-        if self._folder is not None:
-            self._folder.remove()
+        self._channels.close()
         if self._tallies is not None:
             self._tallies.close()
-
-
-def _edge_status(owner: ChannelOwner) -> supervision.EdgeStatus:
-    stats = owner.stats()
-    seconds, laggards = owner.full()
-    return supervision.EdgeStatus(
-        owner.name, stats.capacity, stats.used, stats.records, seconds, laggards
-    )

@@ -137,6 +137,8 @@ class EngineClient:
         self._questions = TokenizerQuestions(self._send, index, self._prefix)
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
+        self._leaving: list[int] = []  # replicas that nothing of ours is to be with
+        self._has_left: Callable[[], object] = lambda: None
         self._num_submitted = 0
         self._num_dropped = 0
         self._num_resets = 0
@@ -275,6 +277,33 @@ class EngineClient:
         for engine in set(range(self._router.num_engines)).difference(self._router.live):
             self._resets.lost(engine)
         self._takeover.resume(self._ledger.values())
+        self._see_whether_left()
+
+    def leave(self, names: Sequence[str], done: Callable[[], object]) -> None:
+        """These will be removed: nothing new is sent there. Calls `done` when nothing of ours runs
+        there, at once or later."""
+        engines = [int(n.partition(".")[2]) for n in names if n.startswith("scheduler.")]
+        for engine in engines:
+            self._router.leave(engine)
+        self._leaving, self._has_left = engines, done
+        self._see_whether_left()
+
+    def removed(self, names: Sequence[str]) -> None:
+        """These are no more: who was with them goes on elsewhere."""
+        if self.dead is not None:
+            return
+        for handle in self._takeover.removed(names, self._ledger.values()):
+            self._close(handle)
+        if not self._takeover.blocked:
+            for engine in set(range(self._router.num_engines)).difference(self._router.live):
+                self._resets.lost(engine)
+            self._takeover.resume(self._ledger.values())
+        self._see_whether_left()
+
+    def _see_whether_left(self) -> None:
+        if self._leaving and not any(self._router.num_own(engine) for engine in self._leaving):
+            self._leaving = []
+            self._has_left()
 
     def regained(self, names: Sequence[str]) -> None:
         """New incarnations of these actors are ready."""
@@ -283,6 +312,7 @@ class EngineClient:
             return
         self._takeover.regained(names)
         self._takeover.resume(self._ledger.values())
+        self._see_whether_left()
         if was_blocked and not self._takeover.blocked:
             self._resets.send_again(self._router.live)
             self._questions.send_again()
@@ -441,6 +471,7 @@ class EngineClient:
         self._tallies.add(REQUESTS, -1)
         self._router.track(handle)
         self._takeover.settle(handle)
+        self._see_whether_left()
         if self.observer is not None:
             self.observer.closed(handle)
         self._wake_if_idle()

@@ -34,6 +34,10 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def grow(self, num_engines: int) -> None:
+        """There are more replicas, or as many."""
+        self._num_engines = num_engines
+
     def held(self, names: list[bytes]) -> NDArray[np.int64]:
         """By replica, how many of these blocks it has had, from the first on."""
         held = np.zeros(self._num_engines, dtype=np.int64)

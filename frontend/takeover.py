@@ -39,10 +39,13 @@ What can still take an innocent one on trial with it is another killer that has 
 requests don't wait for a trial, which would make everybody wait for the sake of two killers at
 once.
 
+A replica that is removed because fewer are wanted has first had time to end what it had. What is
+left goes on elsewhere, and it is nobody's strike.
+
 A request that ends here and not in the engine, or that goes on with another replica, may still have
 a straggler where it was (a Generate that was under way). So an Abort follows it, as soon as there
 is somebody to hear it. (If the tokenizer dies with that, the straggler runs to its own end,
-unheard.)
+unheard. Of a replica that is removed there is nobody to tell.)
 """
 
 from __future__ import annotations
@@ -84,11 +87,12 @@ class Takeover:
         self._waiting: deque[RequestHandle] = deque()  # for their trial
         # By request and replica, to be sent when it can be heard.
         self._late: dict[tuple[str, int], Abort] = {}
+        self._removed: set[int] = set()  # replicas that don't come again
 
     @property
     def blocked(self) -> bool:
         """Whether no request can be served now."""
-        return bool(self._common_down) or not self._router.any_live
+        return bool(self._common_down) or not self._router.any_open
 
     @property
     def missing(self) -> list[str]:
@@ -129,6 +133,28 @@ class Takeover:
             self._end_trial()
         return [handle for handle in ledger if not handle.open]
 
+    def removed(self, names: Sequence[str], ledger: Iterable[RequestHandle]) -> list[RequestHandle]:
+        """These are a replica that is no more, by somebody's wish. As `lost`."""
+        engine = _engine(names)
+        self._down.difference_update(names)
+        if engine is None:
+            return []
+        self._router.lose(engine)
+        self._removed.add(engine)
+        self._late = {key: abort for key, abort in self._late.items() if key[1] != engine}
+        self._waiting.clear()
+        for handle in ledger:
+            if handle.engine != engine or (handle.parked and not handle.at_large):
+                continue
+            if handle.aborting:
+                handle.end_as_aborted()
+            else:
+                handle.park(at_large=False)
+            self._router.track(handle)
+        if self.on_trial is not None and (self.on_trial.parked or not self.on_trial.open):
+            self._end_trial()
+        return [handle for handle in ledger if not handle.open]
+
     def regained(self, names: Sequence[str]) -> None:
         """New incarnations of these are ready. `resume` comes next."""
         self._down.difference_update(names)
@@ -136,6 +162,7 @@ class Takeover:
         engine = _engine(names)
         if engine is not None:
             self._router.regain(engine)
+            self._removed.discard(engine)
         late, self._late = self._late, {}
         for abort in late.values():
             self._tell(abort)
@@ -196,7 +223,8 @@ class Takeover:
         self._end_trial()
         while self._waiting and not self._waiting[0].open:
             self._waiting.popleft()
-        if self._waiting and self._trials.begin(self._try_again):
+        # While all that live are leaving, who is on trial there may end, and no other one begins.
+        if self._waiting and not self.blocked and self._trials.begin(self._try_again):
             self.on_trial = self._waiting.popleft()
             self._hand_over(self.on_trial)
 
@@ -212,7 +240,7 @@ class Takeover:
 
     def _hand_over(self, handle: RequestHandle) -> None:
         before, was_sent = handle.engine, handle.sent
-        stays = was_sent and self._router.is_live(before)
+        stays = was_sent and self._router.is_open(before)
         request = handle.hand_over(before if stays else self._router.choose(handle.request))
         if was_sent and request.engine != before:
             self._tell(Abort(request.request_id, request.incarnation - 1, before))
@@ -222,6 +250,8 @@ class Takeover:
 
     def _tell(self, abort: Abort) -> None:
         """It means all older incarnations, too."""
+        if abort.engine in self._removed:
+            return
         if self._common_down or not self._router.is_live(abort.engine):
             self._late[abort.request_id, abort.engine] = abort
         else:

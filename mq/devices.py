@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +49,14 @@ def find_device() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     usable = _has_device() and _lets_see(visible) and _is_cuda_build(_torch_version())
     return "cuda" if usable else "cpu"
+
+
+def num_cuda_devices() -> int:
+    """How many a process may see at most, by the same files; 0 where they don't say."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(list(DEV.glob("nvidia[0-9]*")))
+    return len(list(takewhile(_lets_see, visible.split(","))))
 
 
 def explain_default(option: str) -> str:

@@ -70,6 +70,17 @@ def _lookup(registry: dict[str, str], transport: str) -> Any:
     return getattr(import_module(module, __package__), name)
 
 
+def received(encoded: bytes, fds: list[int]) -> list[Endpoint]:
+    """Endpoints that came over a control connection (a MessagePack list of them), with their
+    descriptors, in order: under the numbers that these have in this process."""
+    endpoints = []
+    for endpoint in msgspec.msgpack.decode(encoded, type=list[Endpoint]):
+        count = len(endpoint.fds)
+        endpoints.append(msgspec.structs.replace(endpoint, fds=fds[:count]))
+        fds = fds[count:]
+    return endpoints
+
+
 class ChannelOwner(BoardOwner):
     """A channel between processes, from its owner's side. Make it with `create`."""
 

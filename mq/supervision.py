@@ -7,7 +7,9 @@ the channels with their requests and tokens (messages.py). One actor's life, see
                               it fails
     supervisor -> actor       PeersLost (answered by PeersForgotten), PeersBack, Shutdown
     client <-> supervisor     TopologyReady, Listening; BeginDrain, Drained; TopologyFailed;
-                              StatusRequest, Status; Profile, Profiled
+                              StatusRequest, Status; Profile, Profiled; Scale, Scaled
+    supervisor -> actor       PeersAdded (answered by PeersForgotten), while it serves
+    supervisor -> client      PeersLeaving (answered by PeersLeft)
     supervisor <-> worker     Profile, Profiled
     supervisor -> LLM         Attach, ActorProgress
 """
@@ -99,8 +101,32 @@ class Profiled(Message, tag="profiled"):
     refused: bool = False
 
 
+class Scale(Message, tag="scale"):
+    """Asks for so many replicas, and gives those that go so many seconds to end what runs there; or
+    less than 0: --shutdown-timeout. Answered by Scaled, with the same `ask`."""
+
+    ask: int
+    replicas: int
+    drain_seconds: float = -1.0
+
+
+class Scaled(Message, tag="scaled"):
+    """Answers Scale: there are so many replicas now. error: why not as many as asked for, in words,
+    and the HTTP status of that (400: it can't be; 409: another scale is under way).
+    """
+
+    ask: int
+    replicas: int
+    error: str = ""
+    status: int = 200
+
+
+class PeersLeft(Message, tag="peers_left"):
+    """Answers PeersLeaving: none of this client's requests is there any more."""
+
+
 class PeersForgotten(Message, tag="peers_forgotten"):
-    """Answers PeersLost."""
+    """Answers PeersLost, and PeersAdded by its number."""
 
     death: int
 
@@ -117,6 +143,8 @@ ActorToSupervisor = (
     | PeersForgotten
     | Profile
     | Profiled
+    | Scale
+    | PeersLeft
 )
 
 
@@ -149,6 +177,8 @@ class PeersLost(Message, tag="peers_lost"):
     PeersForgotten(death). Nothing of what they were sent will be answered.
 
     from_outside: it was killed by somebody, and not for want of memory: hardly by what it computed.
+    removed: it was ended because fewer replicas were asked for, by nobody's fault, and doesn't come
+    again: close the channels with it.
     """
 
     death: int
@@ -157,10 +187,30 @@ class PeersLost(Message, tag="peers_lost"):
     traceback: str
     lost: list[str]
     from_outside: bool = False
+    removed: bool = False
 
 
 class PeersBack(Message, tag="peers_back"):
     """New incarnations of these are ready. They know nothing of what was before."""
+
+    names: list[str]
+
+
+class PeersAdded(Message, tag="peers_added"):
+    """These are going to start, for the first time. Open the ends of the channels with them, and
+    then answer PeersForgotten(number). PeersBack comes when they are ready.
+
+    endpoints: as in Attach.
+    """
+
+    number: int
+    names: list[str]
+    endpoints: bytes
+
+
+class PeersLeaving(Message, tag="peers_leaving"):
+    """To clients: these will be removed. Send them nothing new; answer PeersLeft when none of your
+    requests is there any more, which is not waited for for ever."""
 
     names: list[str]
 
@@ -233,4 +283,7 @@ SupervisorToActor = (
     | ActorProgress
     | Profile
     | Profiled
+    | PeersAdded
+    | PeersLeaving
+    | Scaled
 )

@@ -54,11 +54,13 @@ def test_every_kind_of_thing_happens():
     assert any(fault.seconds == math.inf for one in drawn for fault in one.faults)
     assert {one.config.max_steps_in_flight for one in drawn} == {1, 2, 3}
     assert {one.config.pipeline_parallel_size for one in drawn} == {1, 2, 3}
+    assert {scale.replicas for one in drawn for scale in one.scales} == {1, 2, 3, 4}
     totals = Counter()
     for seed in range(30):
         totals += Counter(run(seed).counts)
     things = ("preemptions", "forks", "prefix_cache_hits", "chunked_prefills", "overshoot_tokens")
     assert min(totals[thing] for thing in (*things, "takeovers", "poisoned")) > 10
+    assert totals["scales"] > 20
     assert min(totals[state] for state in ("ended", "failed", "lost", "refused")) > 10
 
 

@@ -18,4 +18,5 @@ class Scheduler(Actor):
             boot.spec,
             num_workers=topology.ranks_per_engine(boot.counts),
             name=boot.actor,
+            has_coordinator=boot.counts.get("coordinator", 0) > 0,
         )

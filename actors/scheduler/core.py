@@ -37,7 +37,7 @@ from typing import Any
 from ...mq import codec, messages
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.kv_groups import longest_chunk
-from ..core import PeerLost, Send
+from ..core import PeerAdded, PeerLost, Send
 from .kv_cache import KVCache
 from .load import LoadReports
 from .outbox import Outbox
@@ -59,10 +59,14 @@ class SchedulerCore:
         name: str = "scheduler.0",
         detokenizer: str = "detokenizer.0",
         coordinator: str = "coordinator.0",
+        has_coordinator: bool | None = None,
     ) -> None:
         self.name = name
         self._coordinator = coordinator
-        self._reports = LoadReports() if config.data_parallel_size > 1 else None
+        self._reports = LoadReports()
+        self._is_alone = (
+            config.data_parallel_size == 1 if has_coordinator is None else not has_coordinator
+        )
         self.kv = KVCache(
             config.block_size,
             config.enable_prefix_caching,
@@ -108,6 +112,8 @@ class SchedulerCore:
         self._now = now
         if isinstance(message, PeerLost):
             self._lose(source)
+        elif isinstance(message, PeerAdded):
+            self._is_alone = self._is_alone and source != self._coordinator
         else:
             self._handlers[type(message)](message)
         return ()
@@ -116,7 +122,7 @@ class SchedulerCore:
         wanted = self._streams or self._pings
         sends = self._plan(now) if wanted and self.ready else []
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
-        if self._reports is not None:
+        if not self._is_alone:
             running = len(self.planner.running)
             waiting = len(self._streams) - running
             load = self._reports.take(waiting, running, self.kv.usage, now)
@@ -222,8 +228,7 @@ class SchedulerCore:
         ends = spec.eos_token_ids, spec.max_model_len
         request = Request(message, self._next_stream, *ends, self._now)
         self._requests[request.request_id] = request
-        if self._reports is not None:
-            self._reports.count(request.client, len(request.open))
+        self._reports.count(request.client, len(request.open))
         for stream, sequence in request.open.items():
             self._streams[stream] = sequence
             self._outbox.opens.append(
@@ -303,7 +308,7 @@ class SchedulerCore:
             for client in self._lost_clients:
                 self._abort_client(client)
             self._lost_clients.clear()
-        elif peer == self._coordinator and self._reports is not None:
+        elif peer == self._coordinator:
             self._reports.forget()
         elif peer == self._detokenizer:
             for sequence in list(self._streams.values()):
@@ -357,8 +362,7 @@ class SchedulerCore:
             request.held.remove(sequence)
         del self._streams[sequence.stream]
         del request.open[sequence.stream]
-        if self._reports is not None:
-            self._reports.count(request.client, -1)
+        self._reports.count(request.client, -1)
         if not request.open:
             del self._requests[request.request_id]
 

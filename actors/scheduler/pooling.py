@@ -63,8 +63,9 @@ class PoolingCore(SchedulerCore):
         spec: ModelSpec,
         num_workers: int = 1,
         name: str = "scheduler.0",
+        has_coordinator: bool | None = None,
     ) -> None:
-        super().__init__(config, spec, num_workers, name)
+        super().__init__(config, spec, num_workers, name, has_coordinator=has_coordinator)
         assert spec.pooling is not None
         assert config.max_num_batched_tokens >= spec.max_model_len, "a prompt may not fit a step"
         self._vector_bytes = 4 * spec.pooling.dimension

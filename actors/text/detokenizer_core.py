@@ -34,7 +34,7 @@ from ...mq.messages import (
     StreamEnd,
     StreamStep,
 )
-from ..core import PeerLost, Send
+from ..core import PeerAdded, PeerLost, Send
 from .logprob_rows import StepLogprobs, token_id_name
 from .parsers.output_parser import markers_of
 from .text_stream import TextStream
@@ -73,9 +73,10 @@ class DetokenizerCore:
             self._open(source, message)
         elif isinstance(message, Ping | ResetPrefixCache):
             return (Send(f"client.{message.client}", message),)
-        else:
-            assert isinstance(message, PeerLost), f"{source} sent {message!r}"
+        elif isinstance(message, PeerLost):
             self._forget(source)
+        else:
+            assert isinstance(message, PeerAdded), f"{source} sent {message!r}"
         return ()
 
     def flush(self, now: float) -> Sequence[Send]:

@@ -45,7 +45,7 @@ from ...mq.messages import (
     TokensPrompt,
 )
 from ...mq.sampling_params import SamplingParams
-from ..core import PeerLost, Send
+from ..core import PeerAdded, PeerLost, Send
 from .chat_messages import parse_messages
 from .chat_template import ChatTemplates
 from .parsers.output_parser import opener_of
@@ -68,7 +68,8 @@ class TokenizerCore:
     """See actors/core.py. `clock` is what templates that write today's date look at.
 
     tokenizer: None where the engine has none (skip_tokenizer_init); then prompts must be token ids,
-    and what needs text is refused. num_engines: replicas behind it.
+    and what needs text is refused. num_engines: replicas behind it at
+    first; those that were removed count on, for nobody hears what is sent there.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class TokenizerCore:
             return (Send(_scheduler(message.engine), request),)
         if isinstance(message, PeerLost):
             return self._lose(source)
+        if isinstance(message, PeerAdded):
+            return self._add_peer(source)
         assert isinstance(message, Ping | ResetPrefixCache), f"{source} sent {message!r}"
         return (Send(_scheduler(message.engine), message),)
 
@@ -122,6 +125,12 @@ class TokenizerCore:
             return ()
         abort = AbortClient(int(number))
         return [Send(_scheduler(engine), abort) for engine in range(self._num_engines)]
+
+    def _add_peer(self, peer: str) -> Sequence[Send]:
+        kind, _, number = peer.partition(".")
+        if kind == "scheduler":
+            self._num_engines = max(self._num_engines, int(number) + 1)
+        return ()
 
     def _generate(self, request: Generate) -> Sequence[Send]:
         self._num_requests += 1

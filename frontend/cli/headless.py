@@ -9,7 +9,8 @@ import msgspec
 import uvloop
 
 from ...actors.joining import hello_of, join
-from ...actors.supervisor import Reporter, Supervisor
+from ...actors.reporter import Reporter
+from ...actors.supervisor import Supervisor
 from ...mq.cluster_config import ClusterConfig, ClusterPlace
 from ...mq.config import EngineConfig, ModelSpec, build
 from ...mq.errors import ConfigError, JoinAgainError

@@ -28,6 +28,7 @@ COMMANDS = {
     "pull": ("ringcast.frontend.cli.pull", "fetch a model and convert it, ready to serve"),
     "models": ("ringcast.frontend.cli.models", "list the models known by name"),
     "top": ("ringcast.frontend.cli.top", "watch the actors of a running server"),
+    "scale": ("ringcast.frontend.cli.scale", "change the number of a running server's replicas"),
     "topology": ("ringcast.frontend.cli.topology", "draw the actors and who talks to whom"),
 }
 """Each command's module, with `add_arguments(parser)` and `run(args) -> int`; its line of help."""

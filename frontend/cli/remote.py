@@ -38,6 +38,14 @@ class RemoteServer:
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             raise self._unreachable(error) from None
 
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that answers a body."""
+        try:
+            async with self._open().post(self.url + path, json=body) as answer:
+                return await _read(answer)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            raise self._unreachable(error) from None
+
     async def model(self) -> str:
         """The first of the names that the server has for its model."""
         name: str = (await self.get("/v1/models"))["data"][0]["id"]

@@ -160,6 +160,11 @@ def _load(status: Status, last: Status | None, seconds: float) -> Text:
         f"{'-' if tokens is None else f'{tokens:.0f}'} tok/s",
         style="bold",
     )
+    replicas = status["statistics"].get("supervisor.replicas", 1)
+    if wanted := status["statistics"].get("supervisor.scaling_to"):
+        text.append(f"   replicas {replicas:.0f}, scaling to {wanted:.0f}", style="yellow")
+    elif replicas > 1:
+        text.append(f"   replicas {replicas:.0f}")
     for name in ("parked", "takeovers", "poisoned"):
         if number := total(status, "client", name):
             text.append(f"   {name} {number:.0f}", style="yellow")

@@ -9,10 +9,12 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from ...actors import topology
 from ...actors.base import Actor
 from ...actors.boot import Boot
 from ...actors.control import Control
 from ...actors.profiling import ProfileAsks
+from ...actors.scaling import ScaleAsks
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ...mq.tallies import Shape, Tallies
@@ -37,6 +39,7 @@ class ApiServer(Actor):
         self._http: HttpServer | None = None
         self._status: list[asyncio.Future[supervision.Status]] = []
         self._profiles = ProfileAsks(control.send)
+        self._scales = ScaleAsks(control.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._traces: SpanExporter | None = None
 
@@ -57,7 +60,7 @@ class ApiServer(Actor):
             engine.max_num_queued_reqs,
             None if engine.seed is None else engine.seed + index,
             engine.scheduling_policy,
-            engine.data_parallel_size,
+            topology.num_engines(boot.counts),
             engine.data_parallel_routing,
             tallies,
         )
@@ -74,6 +77,7 @@ class ApiServer(Actor):
             self._ask_status,
             self._recorder,
             self._profiles.ask,
+            self._scales.ask,
             tallies,
         )
         self._http = HttpServer(app, boot.server)
@@ -100,11 +104,18 @@ class ApiServer(Actor):
                 self._status.clear()
             case supervision.Profiled():
                 self._profiles.answered(message)
+            case supervision.Scaled():
+                self._scales.answered(message)
+            case supervision.PeersLeaving(names=names):
+                self._client.leave(names, lambda: self.control.send(supervision.PeersLeft()))
             case _:
                 super().on_control(message)
 
     def on_lost(self, message: supervision.PeersLost) -> None:
-        self._client.lost(message.lost, message.error, message.from_outside)
+        if message.removed:
+            self._client.removed(message.lost)
+        else:
+            self._client.lost(message.lost, message.error, message.from_outside)
 
     def on_back(self, names: list[str]) -> None:
         self._client.regained(names)
@@ -123,6 +134,7 @@ class ApiServer(Actor):
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))
         self._profiles.fail("the server is shutting down")
+        self._scales.fail("the server is shutting down")
         if self._http is not None:
             await self._http.close()
         if self._traces is not None:

@@ -23,6 +23,7 @@ from .pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from .protocol import IGNORED, ChatRequest, CompletionRequest, StreamOptions
 from .response_object import Response
 from .response_request import ResponseRequest, ResponseStreamOptions
+from .scale import ElasticScaleRequest, ScaleAnswer, ScaleRequest
 from .tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from .web_page import PATHS
 
@@ -38,6 +39,8 @@ TYPES: dict[tuple[str, str], Types] = {
     ("POST", "/detokenize"): (DetokenizeRequest, DetokenizeResponse, None),
     ("POST", "/pooling"): (EmbeddingRequest, None, None),
     ("POST", "/rerank"): (RerankRequest, None, None),
+    ("POST", "/scale"): (ScaleRequest, ScaleAnswer, None),
+    ("POST", "/scale_elastic_ep"): (ElasticScaleRequest, ScaleAnswer, None),
     ("POST", "/score"): (ScoreRequest, None, None),
     ("POST", "/tokenize"): (TokenizeRequest, TokenizeResponse, None),
     ("POST", "/v1/chat/completions"): (
@@ -62,9 +65,11 @@ _READ: dict[type[msgspec.Struct], Mapping[str, tuple[Any, ...]] | None] = {
     CompletionRequest: protocol.UNSUPPORTED,
     DetokenizeRequest: protocol.UNSUPPORTED,
     EmbeddingRequest: {},
+    ElasticScaleRequest: {},
     RerankRequest: {},
     ResponseRequest: response_request.UNSUPPORTED,
     ResponseStreamOptions: None,
+    ScaleRequest: {},
     ScoreRequest: {},
     StreamOptions: None,
     TokenizeRequest: protocol.UNSUPPORTED,

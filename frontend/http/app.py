@@ -33,6 +33,7 @@ from .pooling import PoolingApi
 from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .response_api import ResponsesApi
 from .responses import Form
+from .scale import AskScale, ScaleApi
 from .tokenize import TokenizeApi
 from .web_page import WebPage
 
@@ -46,12 +47,14 @@ def make_app(
     status: Callable[[], Awaitable[Status]],
     recorder: Recorder,
     profile: Callable[[bool], Awaitable[str]] | None = None,
+    scale: AskScale | None = None,
     tallies: Tallies | None = None,
 ) -> web.Application:
     """The application, to be run by an HttpServer.
 
-    profile: starts the workers' profilers, or stops them and returns a report. tallies: what
-    several of these count together; without, this is the only one.
+    profile: starts the workers' profilers, or stops them and returns a report. scale: asks for
+    another number of replicas. tallies: what several of these count together; without, this is the
+    only one.
     """
     app = web.Application(client_max_size=server.max_body_bytes)
     add_middlewares(app, server, tallies or Tallies.local(Shape.of(server)))
@@ -69,6 +72,8 @@ def make_app(
         profiles = Profiles(profile)
         app.router.add_post("/start_profile", profiles.start)
         app.router.add_post("/stop_profile", profiles.stop)
+    if scale is not None:
+        ScaleApi(scale).add_routes(app)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.model)
     app.router.add_post("/v1/completions", api.completions)

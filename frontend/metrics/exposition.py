@@ -104,12 +104,17 @@ class _Scrape(Collector):
             if actor.state != "dead":
                 cpu.add_metric([actor.name], actor.cpu_seconds)
                 memory.add_metric([actor.name], actor.rss_bytes)
+        replicas = GaugeMetricFamily(
+            PREFIX + "replicas", "Replicas that requests go to.", labels=["model_name"]
+        )
+        if (number := status.statistics.get("supervisor.replicas")) is not None:
+            replicas.add_metric([self._model], number)
         fill = GaugeMetricFamily(
             PREFIX + "channel_fill", "Share of a channel's room in use, 0 to 1.", labels=["channel"]
         )
         for edge in status.edges:
             fill.add_metric([edge.name], edge.used / max(edge.capacity, 1))
-        yield from (cpu, memory, restarts, fill)
+        yield from (cpu, memory, restarts, replicas, fill)
 
     def _of_engines(
         self,

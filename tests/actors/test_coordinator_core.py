@@ -1,7 +1,7 @@
 """The coordinator: what it hears of each replica, every client hears, and not too often."""
 
 from ringcast.actors.coordinator_core import CoordinatorCore
-from ringcast.actors.core import PeerLost
+from ringcast.actors.core import PeerAdded, PeerLost
 from ringcast.mq import codec
 from ringcast.mq.messages import Load
 
@@ -55,3 +55,15 @@ def test_a_new_client_has_nothing_anywhere():
     first, second = core.flush(1.0)
     assert counts(first)[2] == [0]
     assert counts(second)[2] == [1]
+
+
+def test_a_new_replica_is_unknown_until_it_says_something():
+    core = CoordinatorCore(1, 2)
+    core.handle("scheduler.0", Load(1, 0, 0.5, [(1, 1)]), 1.0)
+    core.handle("scheduler.2", PeerAdded(), 1.0)
+    core.handle("client.0", PeerAdded(), 1.0)
+    first, second = core.flush(1.0)
+    assert counts(first) == [[1, -1, -1], [0, -1, -1], [0, 0, 0]]
+    assert counts(second) == [[1, -1, -1], [0, -1, -1], [1, 0, 0]]
+    core.handle("scheduler.2", Load(0, 2, 0.25, [(0, 2)]), 2.0)
+    assert counts(core.flush(2.0)[0]) == [[1, -1, 0], [0, -1, 2], [0, 0, 2]]

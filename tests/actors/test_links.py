@@ -13,16 +13,20 @@ from ringcast.mq.endpoint import ChannelOwner
 RING_BYTES = 65536
 
 
-@pytest.fixture(params=["ring", "zmq"])
-def owners(request, tmp_path):
-    tmp_path.chmod(0o700)
-    made = [
-        ChannelOwner.create(request.param, f"{a}>{b}", a, [b], union, RING_BYTES, str(tmp_path))
+def make_owners(transport, folder):
+    return [
+        ChannelOwner.create(transport, f"{a}>{b}", a, [b], union, RING_BYTES, folder)
         for a, b, union in (
             ("client.0", "tokenizer.0", "ClientToTokenizer"),
             ("tokenizer.0", "client.0", "TokenizerToClient"),
         )
     ]
+
+
+@pytest.fixture(params=["ring", "zmq"])
+def owners(request, tmp_path):
+    tmp_path.chmod(0o700)
+    made = make_owners(request.param, str(tmp_path))
     yield made
     for owner in made:
         owner.close()
@@ -307,3 +311,41 @@ def test_while_paused_nothing_is_taken_in_except_what_the_dead_had_sent(owners):
         assert got[-1] == ("tokenizer.0", rejected(2))
 
     run(owners, body)
+
+
+def test_channels_come_and_go_while_it_runs(owners, tmp_path):
+    """Of a removed peer nothing is left, and what is still sent there is dropped."""
+
+    async def one_life(client, made, got, sent):
+        client.add([owner.endpoint("client.0") for owner in made])
+        tokenizer = Links([owner.endpoint("tokenizer.0") for owner in made], lambda batch: None)
+        tokenizer.send("client.0", rejected(1))
+        await until(lambda: got, sent)
+        client.send("tokenizer.0", messages.Abort("x", 0))
+        mark(made, dead=True)
+        client.lose(["tokenizer.0"])
+        client.remove(["tokenizer.0"])
+        tokenizer.close()
+        client.send("tokenizer.0", messages.Abort("y", 0))
+        assert client.num_waiting() == 0
+        with pytest.raises(KeyError):
+            client.send("scheduler.0", messages.Abort("x", 0))
+
+    async def main():
+        got, sent = [], asyncio.Event()
+        client = Links([], lambda batch: (got.extend(batch), sent.set()))
+        client.start()
+        try:
+            for made in (owners, more):
+                got.clear()
+                await one_life(client, made, got, sent)
+                assert got == [("tokenizer.0", rejected(1))]
+        finally:
+            client.close()
+
+    more = make_owners(owners[0].transport, str(tmp_path))
+    try:
+        asyncio.run(main())
+    finally:
+        for owner in more:
+            owner.close()

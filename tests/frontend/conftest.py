@@ -17,6 +17,7 @@ import pytest
 import uvloop
 from tiny_model import make_tiny_model
 
+from ringcast.actors.scaling import ScaleAsks
 from ringcast.actors.text.event_renderer import EventRenderer
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
 from ringcast.actors.text.parsers.output_parser import OutputParser
@@ -434,7 +435,9 @@ def serve(spec: ModelSpec, client: EngineClient, engine: FakeEngine) -> Any:
     async def serving(**options: Any) -> AsyncIterator[Server]:
         config = build(ServerConfig, options)
         client.observer = recorder = Recorder()
-        server = HttpServer(make_app(client, spec, config, status, recorder), config)
+        scale = ScaleAsks(lambda message: None).ask  # which nobody answers
+        app = make_app(client, spec, config, status, recorder, scale=scale)
+        server = HttpServer(app, config)
         listener = bind("127.0.0.1", 0)
         url, port = await server.open(listener), listener.getsockname()[1]
         try:

@@ -227,3 +227,69 @@ def test_load_outweighs_a_beginning(spec: ModelSpec) -> None:
     engines = [engine.submit(text="a" * 4096).engine for _ in range(30)]
     assert engines[:2] == [0, 0]
     assert set(engines) == {0, 1, 2}
+
+
+def leave(engine: Engine, *names: str) -> list[str]:
+    """What the client says, now and later."""
+    said: list[str] = []
+    engine.client.leave(names, lambda: said.append("left"))
+    return said
+
+
+def remove(engine: Engine, *names: str) -> list[Any]:
+    """What was sent on it."""
+    before = len(engine.sent)
+    engine.client.removed(names)
+    return engine.sent[before:]
+
+
+def test_a_replica_that_leaves_gets_nothing_new_and_ends_what_it_has(engine: Engine) -> None:
+    handles = [engine.submit() for _ in range(3)]
+    said = leave(engine, *replica(1), *replica(2))
+    assert [engine.submit().engine for _ in range(4)] == [0, 0, 0, 0]
+    engine.say(handles[1], [5], "stop")
+    assert said == []
+    engine.client.abort(handles[2])
+    assert engine.sent[-1] == Abort(handles[2].request_id, 0, 2)
+    engine.say(handles[2], [5], "abort")
+    assert said == ["left"]
+    assert remove(engine, *replica(1)) == remove(engine, *replica(2)) == []
+    assert leave(engine, *replica(1)) == ["left"]
+
+
+def test_what_is_left_goes_on_elsewhere_and_it_is_no_strike(engine: Engine) -> None:
+    handles = [engine.submit() for _ in range(3)]
+    engine.say(handles[2], [5, 6])
+    for number in (2, 1):
+        said = leave(engine, *replica(number))
+        (sent,) = remove(engine, *replica(number))  # and no Abort to who is no more
+        assert (sent.request_id, sent.engine) == (handles[number].request_id, 0)
+        assert said == ["left"]
+    assert handles[2].request.resume == [Resume(0, codec.pack([5, 6]))]
+    assert [(handle.strikes, handle.blows) for handle in handles] == [(0, 0)] * 3
+    engine.regain(*replica(1))
+    assert engine.submit().engine == 1
+
+
+def test_an_aborted_request_ends_with_its_replica(engine: Engine) -> None:
+    handle = [engine.submit() for _ in range(2)][1]
+    engine.client.abort(handle)
+    assert remove(engine, *replica(1)) == []
+    assert not handle.open
+    finish = handle.finishes[0]
+    assert finish is not None
+    assert finish.reason == "abort"
+
+
+def test_while_only_those_that_leave_live_everything_new_waits(engine: Engine) -> None:
+    handles = [engine.submit() for _ in range(3)]
+    leave(engine, *replica(1), *replica(2))
+    assert engine.lose(*replica(0), from_outside=True) == []
+    assert handles[0].parked
+    assert engine.submit().parked
+    engine.say(handles[1], [5], "stop")
+    assert remove(engine, *replica(1)) == remove(engine, *replica(2)) == []
+    assert handles[2].parked
+    sent = engine.regain(*replica(0))
+    assert sorted(message.engine for message in sent) == [0, 0, 0]
+    assert not handles[2].parked

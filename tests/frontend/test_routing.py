@@ -158,3 +158,20 @@ def test_the_oldest_names_are_forgotten() -> None:
         [1],
         [1],
     ]
+
+
+def test_a_new_replica_gets_its_share_and_one_that_leaves_nothing() -> None:
+    router = Router(1, policy="prefix")
+    router.regain(2)
+    assert (router.num_engines, router.live) == (3, [0, 2])
+    router.publish(loads([0, 0, 0, 0], [5, 0, 1, 0], [0, 0, 0, 0]))  # one that isn't known yet
+    assert router.scores()[[0, 2]].tolist() == [5, 1]
+    assert router.choose(ask("x" * 1000)) == 2
+    router.publish(loads([0], [0], [0]))  # by one that knows fewer
+    assert router.scores()[[0, 2]].tolist() == [0, 1]
+    router.leave(2)
+    assert (router.is_live(2), router.is_open(2), router.any_open) == (True, False, True)
+    assert router.choose(ask("x" * 1000)) == 0
+    router.lose(2)
+    router.regain(2)
+    assert router.is_open(2)

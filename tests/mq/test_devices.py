@@ -11,7 +11,13 @@ import pytest
 
 from ringcast.mq import devices
 from ringcast.mq.config import EngineConfig, build
-from ringcast.mq.devices import DEVICE_DEFAULTS, ONLY_ON, explain_default, find_device
+from ringcast.mq.devices import (
+    DEVICE_DEFAULTS,
+    ONLY_ON,
+    explain_default,
+    find_device,
+    num_cuda_devices,
+)
 from ringcast.mq.errors import ConfigError
 
 VERSION = """from typing import Optional
@@ -75,6 +81,14 @@ def test_a_device_that_may_not_be_opened(machine, node, monkeypatch) -> None:
 def test_torch_is_not_for_cuda(machine, version) -> None:
     machine(version=version)
     assert find_device() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("visible", "most"), [(None, 2), ("", 0), ("0", 1), ("3, 1,GPU-5e", 3), ("0,-1,1", 1)]
+)
+def test_devices_that_may_be_seen_are_counted(machine, visible, most) -> None:
+    machine(nodes=("nvidiactl", "nvidia0", "nvidia1"), visible=visible)
+    assert num_cuda_devices() == most
 
 
 def test_looking_imports_no_torch() -> None:

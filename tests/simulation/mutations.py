@@ -19,7 +19,7 @@ from unittest import mock
 
 import msgspec
 
-from ringcast.actors import lifecycle
+from ringcast.actors import elastic, lifecycle
 from ringcast.actors.core import PeerLost
 from ringcast.actors.scheduler import core as scheduler_core
 from ringcast.actors.scheduler import kv_cache, planner
@@ -69,6 +69,11 @@ def find(mutation: Mutation) -> tuple[int, int] | None:
 
 def _nothing(right: Function) -> Function:
     return lambda *args, **options: ()
+
+
+def _never(right: Any) -> bool:
+    """Instead of a property."""
+    return False
 
 
 def _without(kind: type, result: Any = ()) -> Callable[[Function], Function]:
@@ -293,6 +298,8 @@ MUTATIONS = [
     ),
     Mutation("what wasn't shown is resumed", handle.RequestHandle, "park", _all_emitted, _CRASHES),
     Mutation("a parked one isn't sent", takeover.Takeover, "resume", _all_but_one, _CRASHES),
+    Mutation("what ran on a removed replica is lost", takeover.Takeover, "removed", _nothing),
+    Mutation("a scale waits for nobody", elastic.ElasticLifecycle, "_any_starting", _never),
     Mutation("suspects go together", takeover.Takeover, "_try_next", _no_trial, ("poison",)),
     Mutation("poison has a third try", takeover, "MAX_STRIKES", lambda right: 3, ("poison",)),
     Mutation(

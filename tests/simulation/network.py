@@ -84,6 +84,9 @@ class Inbound:
         self._receiver.close()
 
 
+Ends = list[tuple[topology.Channel, InprocChannel]]
+
+
 class Network:
     """wake: called with the names of those for whom there is something to do."""
 
@@ -91,23 +94,48 @@ class Network:
         self, counts: dict[str, int], capacity: int, wake: Callable[[Iterable[str]], None]
     ) -> None:
         self.wake = wake
-        self._channels = [
-            (edge, InprocChannel(edge.name, edge.writer, edge.readers, capacity))
+        self._capacity = capacity
+        self._channels: Ends = []
+        self.connect(counts)
+
+    def connect(self, counts: dict[str, int]) -> None:
+        """Make the channels of this topology that there aren't yet."""
+        names = {edge.name for edge, _ in self._channels}
+        self._channels += [
+            (edge, InprocChannel(edge.name, edge.writer, edge.readers, self._capacity))
             for edge in topology.channels(counts)
+            if edge.name not in names
         ]
 
-    def outboxes(self, name: str) -> dict[str, Outbox]:
-        """By what the cores call their target: "scheduler.0", "workers"."""
-        return {
-            edge.name.partition(">")[2]: Outbox(edge, channel, self)
+    def disconnect(self, names: Collection[str]) -> None:
+        """Close the channels with these."""
+        kept = []
+        for edge, channel in self._channels:
+            if {edge.writer, *edge.readers}.isdisjoint(names):
+                kept.append((edge, channel))
+            else:
+                channel.close()
+        self._channels = kept
+
+    def ends(self, name: str, others: Collection[str] | None = None) -> Ends:
+        """The channels that this actor has an end of; others: with these alone."""
+        return [
+            (edge, channel)
             for edge, channel in self._channels
+            if name in (ends := {edge.writer, *edge.readers})
+            and (others is None or not ends.isdisjoint(others))
+        ]
+
+    def open(self, name: str, ends: Ends) -> tuple[dict[str, Outbox], list[Inbound]]:
+        """Outboxes, by what the cores call their target ("scheduler.0", "workers"), and inbounds of
+        these channels."""
+        outboxes = {
+            edge.name.partition(">")[2]: Outbox(edge, channel, self)
+            for edge, channel in ends
             if edge.writer == name
         }
-
-    def inbounds(self, name: str) -> list[Inbound]:
-        return [
-            Inbound(edge, channel, name) for edge, channel in self._channels if name in edge.readers
-        ]
+        inbounds = [Inbound(edge, channel, name) for edge, channel in ends if name in edge.readers]
+        return outboxes, inbounds
 
     def mark_dead(self, name: str) -> None:
         for edge, channel in self._channels:

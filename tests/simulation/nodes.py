@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringcast.actors import topology
 from ringcast.actors.coordinator_core import CoordinatorCore
-from ringcast.actors.core import Core, PeerLost, Send
+from ringcast.actors.core import Core, PeerAdded, PeerLost, Send
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.tokenizer_core import TokenizerCore
@@ -50,6 +50,8 @@ class Node:
         self.reaped = False
         self.outboxes: dict[str, Outbox] = {}
         self.inbounds: list[Inbound] = []
+        self._removed: set[str] = set()
+        self._ends = world.network.ends(name)  # that it is born with
         self._orders: deque[Any] = deque()  # of the supervisor, and acts of users
         self._scheduled = False
         self._job: Job | None = self._start()
@@ -160,13 +162,13 @@ class Node:
             payload = codec.encode(message)
             self.world.wire.sent(self, to, message, payload)
             sent.append((to, message))
-            self.outboxes[to].put(payload)
+            if to not in self._removed:
+                self.outboxes[to].put(payload)
             yield self.world.delay(self.world.scenario.pause)
 
     def _start(self) -> Job:
         yield self.world.delay(self.world.scenario.start)
-        network = self.world.network
-        self.outboxes, self.inbounds = network.outboxes(self.name), network.inbounds(self.name)
+        self.outboxes, self.inbounds = self.world.network.open(self.name, self._ends)
         self._make()
         yield self.world.delay(self.world.scenario.pause)
         self.state = "ready"
@@ -187,6 +189,8 @@ class Node:
                     if inbound.source in names:
                         inbound.suspended = False
                 yield from self._regain(names)
+            case supervision.PeersAdded():
+                yield from self._add(order)
             case supervision.Shutdown():
                 self.die("exit status 0")
             case _:
@@ -211,7 +215,31 @@ class Node:
             if lost.intersection(outbox.edge.readers):
                 outbox.waiting.clear()
         yield from self._forget(order)
+        if order.removed:
+            self._remove(lost)
         self._tell(supervision.PeersForgotten(order.death))
+
+    def _add(self, order: supervision.PeersAdded) -> Job:
+        """Links.add, and what follows."""
+        network, names = self.world.network, set(order.names)
+        outboxes, inbounds = network.open(self.name, network.ends(self.name, names))
+        self.outboxes |= outboxes
+        self.inbounds += inbounds
+        self._removed -= names
+        yield from self._welcome(order.names)
+        self._tell(supervision.PeersForgotten(order.number))
+
+    def _welcome(self, names: Sequence[str]) -> Job:
+        yield from ()
+
+    def _remove(self, names: set[str]) -> None:
+        """Links.remove."""
+        for to in [to for to in self.outboxes if to in names]:
+            self.outboxes.pop(to).close()
+            self._removed.add(to)
+        for inbound in [inbound for inbound in self.inbounds if inbound.source in names]:
+            self.inbounds.remove(inbound)
+            inbound.close()
 
     def _forget(self, order: supervision.PeersLost) -> Job:
         raise NotImplementedError
@@ -235,16 +263,21 @@ class CoreNode(Node):
         spec, tokenizer = world.scenario.spec, world.tokenizer
         match self.name.partition(".")[0]:
             case "tokenizer":
-                replicas = world.scenario.config.data_parallel_size
+                replicas = topology.num_engines(world.graph)
                 today = datetime(2026, 1, 1)
                 self.core = TokenizerCore(spec, tokenizer, replicas, clock=lambda: today)
             case "coordinator":
-                counts = world.scenario.counts
+                counts = world.graph
                 self.core = CoordinatorCore(counts["scheduler"], counts["client"])
             case "scheduler":
                 config = world.scenario.config
-                workers = config.num_workers
-                self.core = SchedulerCore(config, spec, num_workers=workers, name=self.name)
+                self.core = SchedulerCore(
+                    config,
+                    spec,
+                    num_workers=config.num_workers,
+                    name=self.name,
+                    has_coordinator=world.graph["coordinator"] > 0,
+                )
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
 
@@ -271,6 +304,9 @@ class CoreNode(Node):
         assert order == "flush", f"{self.name} was told {order!r}"
         self._timer = False
         yield from self._handle([], [])
+
+    def _welcome(self, names: Sequence[str]) -> Job:
+        yield from self._handle([(name, PeerAdded()) for name in names], [])
 
     def _forget(self, order: supervision.PeersLost) -> Job:
         sent: list[tuple[str, Any]] = []
@@ -366,13 +402,13 @@ class ClientNode(Node):
             scenario.max_queued,
             seed=scenario.seed,
             policy=scenario.config.scheduling_policy,
-            num_engines=scenario.config.data_parallel_size,
+            num_engines=topology.num_engines(self.world.graph),
             routing=scenario.config.data_parallel_routing,
         )
 
     def ping(self, number: int) -> None:
         """Every replica."""
-        for engine in range(self.world.scenario.config.data_parallel_size):
+        for engine in range(topology.num_engines(self.world.graph)):
             ping = messages.Ping(self.index, number, engine)
             self._collected.append(Send("tokenizer.0", ping))
 
@@ -400,7 +436,10 @@ class ClientNode(Node):
 
     def _forget(self, order: supervision.PeersLost) -> Job:
         self.losses.update(order.lost)
-        self.client.lost(order.lost, order.error, order.from_outside)
+        if order.removed:
+            self.client.removed(order.lost)
+        else:
+            self.client.lost(order.lost, order.error, order.from_outside)
         self._check_parked()
         yield from self._flush([])
 
@@ -424,6 +463,8 @@ class ClientNode(Node):
                 self._tell(supervision.Listening(f"http://{self.name}"))
             case supervision.BeginDrain(timeout=timeout):
                 self._drain(timeout)
+            case supervision.PeersLeaving(names=names):
+                self.client.leave(names, lambda: self._tell(supervision.PeersLeft()))
             case supervision.TopologyFailed(error=error, traceback=traceback):
                 self.client.fail_all(EngineDeadError(error, traceback))
                 self._drain(1.0)

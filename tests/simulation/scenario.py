@@ -61,6 +61,15 @@ class Fault:
 
 
 @dataclass
+class Scale:
+    """Somebody asks for another number of replicas."""
+
+    at: float
+    replicas: int
+    drain_seconds: float
+
+
+@dataclass
 class Scenario:
     seed: int
     profile: str
@@ -80,6 +89,7 @@ class Scenario:
     restart_faults: float  # how likely a starting process is killed
     wishes: list[Wish] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    scales: list[Scale] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -161,6 +171,7 @@ def draw(seed: int) -> Scenario:
         for wish in rng.sample(scenario.wishes, rng.choice([1, 1, 2])):
             _poison(rng, wish)
     scenario.faults = [_spread(replicas, scenario, fault) for fault in _faults(rng, scenario)]
+    _scale(random.Random(f"{seed} scales"), scenario)
     if config.scheduling_policy == "priority":
         for wish in scenario.wishes:
             wish.priority = rng.choice([-1, 0, 0, 7])
@@ -266,6 +277,21 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
         # Not a client: nobody would notice while it is idle.
         out[-1] = Fault("stall", rng.choice(actors[:4]), out[-1].at, seconds=math.inf)
     return out
+
+
+def _scale(rng: random.Random, scenario: Scenario) -> None:
+    """In some seeds. Where things die, some of what is new or goes does, too."""
+    if rng.random() < 0.6:
+        return
+    within = scenario.spread + 3 * scenario.start
+    for _ in range(rng.randrange(1, 5)):
+        drain = rng.choice([0.0, 0.01, 0.1, 20.0])
+        scenario.scales.append(Scale(rng.random() * within, rng.randrange(1, 5), drain))
+    if scenario.faulty:
+        for _ in range(rng.randrange(3)):
+            actor = rng.choice(["scheduler.1", "worker.1", "scheduler.2", "worker.3"])
+            at = rng.random() * within
+            scenario.faults.append(Fault("kill", actor, at, rng.randrange(20)))
 
 
 def _spread(rng: random.Random, scenario: Scenario, fault: Fault) -> Fault:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ringcast.actors import effects, topology
-from ringcast.actors.lifecycle import Lifecycle
+from ringcast.actors.elastic import ElasticLifecycle
+from ringcast.actors.scaling import new_units
 from ringcast.actors.stalls import Position, StallWatch
 from ringcast.mq import codec, messages, supervision
 
@@ -39,7 +40,7 @@ class Supervisor:
         self._away: set[str] = set()  # who was lost and isn't back
         config = world.scenario.config
         self._stalls = StallWatch(config.step_timeout)
-        self.life = Lifecycle(
+        self.life = ElasticLifecycle(
             self._units,
             [
                 name
@@ -60,6 +61,15 @@ class Supervisor:
         self._world.trace.note("stop is asked for")
         self._apply(self.life.stop())
 
+    def scale(self, replicas: int, drain_seconds: float) -> bool:
+        """Whether it isn't refused."""
+        refusal = self.life.refusal(replicas)
+        self._world.trace.note(f"a scale to {replicas} is asked for: {refusal}")
+        if refusal is None:
+            new = new_units(self._world.graph, replicas)
+            self._apply(self.life.scale(replicas, new, drain_seconds))
+        return refusal is None
+
     def heard(self, node: Node, message: messages.Message) -> None:
         """A node says something."""
         payload = codec.encode(message)
@@ -74,7 +84,9 @@ class Supervisor:
         positions = [
             Position(channel, reader, cursor, published)
             for channel, writer, reader, cursor, published in self._world.network.progress()
-            if writer not in self._away and self.nodes[reader].state == "ready"
+            if writer not in self._away
+            and reader in self.nodes
+            and self.nodes[reader].state == "ready"
         ]
         for stall in self._stalls.tick(positions):
             self._world.num_other_deaths += 1
@@ -91,6 +103,8 @@ class Supervisor:
                 self._apply(life.drained(node.name))
             case supervision.PeersForgotten(death=death):
                 self._apply(life.forgotten(node.name, death))
+            case supervision.PeersLeft():
+                self._apply(life.left(node.name))
 
     def _on_death(self, node: Node, why: str) -> None:
         self._world.trace.note(f"{node.name} is reaped")
@@ -120,9 +134,22 @@ class Supervisor:
                 case effects.TellLost(to, death, actor, error, traceback, lost, from_outside):
                     self._away.update(lost)
                     told = supervision.PeersLost(
-                        death, actor, error, traceback, list(lost), from_outside
+                        death, actor, error, traceback, list(lost), from_outside, effect.removed
                     )
                     self._tell(to, told)
+                case effects.Connect(actors=actors):
+                    world.count(actors, 1)
+                    world.network.connect(world.graph)
+                case effects.TellAdded(to=to, number=number, added=added):
+                    self._tell(to, supervision.PeersAdded(number, list(added), b""))
+                case effects.TellLeaving(to=to, names=names):
+                    self._tell(to, supervision.PeersLeaving(list(names)))
+                case effects.Stop(actors=actors):
+                    self._stop(actors)
+                case effects.Disconnect(actors=actors):
+                    self._disconnect(actors)
+                case effects.ScaleEnded(replicas=replicas, error=error):
+                    world.scaled(replicas, error)
                 case effects.TellBack(to=to, names=names):
                     self._away.difference_update(names)
                     self._tell(to, supervision.PeersBack(list(names)))
@@ -157,7 +184,7 @@ class Supervisor:
     def _start(self, name: str) -> None:
         generation = self._generations[name] = self._generations.get(name, -1) + 1
         self.nodes[name] = make_node(self._world, name, generation)
-        if generation:
+        if generation or self.serving:
             self._world.restarted(self.nodes[name])
 
     def _kill(self, names: tuple[str, ...]) -> None:
@@ -165,8 +192,25 @@ class Supervisor:
             delay = self._world.delay(self._world.scenario.kill)
             self._world.clock.after(delay, self.nodes[name].die, "killed by signal 9")
 
+    def _disconnect(self, actors: tuple[str, ...]) -> None:
+        for name in actors:
+            self._away.discard(name)
+            old = self.nodes.pop(name, None)
+            assert old is None or old.reaped, f"{name} is forgotten while it runs"
+        for node in self.nodes.values():
+            ends = [box.edge for box in node.outboxes.values()] + [i.edge for i in node.inbounds]
+            for edge in ends if node.state != "dead" else ():
+                left = {edge.writer, *edge.readers}.isdisjoint(actors)
+                assert left, f"{node.name} still has an end of {edge.name}"
+        self._world.count(actors, -1)
+        self._world.network.disconnect(actors)
+
     def _stop_all(self) -> None:
-        for name, node in self.nodes.items():
+        self._stop(tuple(self.nodes))
+
+    def _stop(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            node = self.nodes[name]
             if node.state == "starting":
                 self._kill((name,))
             else:

@@ -25,13 +25,14 @@ from unittest import mock
 
 from tiny_model import make_tiny_model
 
+from ringcast.actors import topology
 from ringcast.actors.lifecycle import State
 from ringcast.actors.text.text_tokenizer import TextTokenizer, load_tokenizer
 
 from .clock import Clock, Trace
 from .network import Network
 from .nodes import ClientNode, CoreNode, Node, WorkerNode
-from .scenario import Fault, draw
+from .scenario import Fault, Scale, draw
 from .supervisor import Supervisor
 from .users import User
 from .wire import Wire
@@ -47,6 +48,7 @@ _COUNTED = (
     "takeovers",
     "poisoned",
 )
+_RETRY = 0.05  # seconds between two tries of a scale
 _LOOK = 0.5  # seconds between looks whether all is at rest
 
 
@@ -75,12 +77,14 @@ class World:
         self.rng = random.Random(f"{seed} run")
         self.clock = Clock()
         self.trace = Trace(self.clock, show)
-        self.network = Network(self.scenario.counts, self.scenario.capacity, self.wake)
+        self.graph = self.scenario.counts  # as it is now
+        self.network = Network(self.graph, self.scenario.capacity, self.wake)
         self.wire = Wire(self)
         self.users = [User(self, i, wish) for i, wish in enumerate(self.scenario.wishes)]
         self.by_request: dict[str, User] = {}
         self.counts: Counter[str] = Counter()
         self.num_other_deaths = 0  # not of poison, nor asked for by the lifecycle
+        self._num_scales = 0  # that have ended
         self._due: dict[str, int] = {}  # by actor: steps until it dies
         self._stopping = False
         self._answered = False
@@ -128,10 +132,35 @@ class World:
             self.clock.after(user.wish.at, user.come)
         for fault in self.scenario.faults:
             self.clock.after(fault.at, self._strike, fault)
+        for scale in self.scenario.scales:
+            self.clock.after(scale.at, self._scale, scale)
         if self.scenario.stop_at is not None:
             self.clock.after(self.scenario.stop_at, self._stop)
         else:
             self.clock.after(_LOOK, self._look)
+
+    def count(self, actors: Iterable[str], step: int) -> None:
+        """These are part of the topology, or are no more."""
+        graph = Counter(self.graph)
+        for name in actors:
+            graph[name.partition(".")[0]] += step
+        self.graph = dict(graph)
+
+    def scaled(self, replicas: int, error: str) -> None:
+        self._num_scales += 1
+        self.counts["scales"] += 1
+        self.counts["scales taken back"] += bool(error)
+        self.trace.note(f"the scale has ended: {replicas} {error}")
+        if not self._stopping and not self.supervisor.failed:
+            assert replicas == topology.num_engines(self.graph)
+
+    def _scale(self, scale: Scale) -> None:
+        over = self._stopping or self.supervisor.failed
+        if not over and not self.supervisor.scale(scale.replicas, scale.drain_seconds):
+            gone = self.supervisor.life.scaling_to == 0  # none would be left
+            self._num_scales += gone
+            if not gone:
+                self.clock.after(_RETRY, self._scale, scale)
 
     def restarted(self, node: Node) -> None:
         """A new incarnation starts, and may die of that, or others with it."""
@@ -177,8 +206,8 @@ class World:
 
     def _strike(self, fault: Fault) -> None:
         self.trace.note(f"{fault}")
-        node = self.supervisor.nodes[fault.actor]
-        if self._stopping or node.state == "dead":
+        node = self.supervisor.nodes.get(fault.actor)
+        if self._stopping or node is None or node.state == "dead":
             return
         if fault.kind == "kill":
             self._due[fault.actor] = fault.steps
@@ -202,7 +231,7 @@ class World:
             return
         self._check_rest()
         gone = self.supervisor.life.given_up
-        replicas = range(self.scenario.config.data_parallel_size)
+        replicas = range(topology.num_engines(self.graph))
         live = {number for number in replicas if f"scheduler.{number}" not in gone}
         unheard = [client for client in self._clients() if not live <= client.pongs]
         for client in unheard:  # again if a ping met a death
@@ -213,6 +242,8 @@ class World:
 
     def _at_rest(self) -> bool:
         if self.clock.now < self._last_fault or not all(user.done for user in self.users):
+            return False
+        if self._num_scales < len(self.scenario.scales):
             return False
         self._due.clear()  # who has nothing to do takes no step any more
         gone = self.supervisor.life.given_up
@@ -258,7 +289,8 @@ class World:
                 assert not statistics["parked"], statistics
                 assert node.client._takeover.on_trial is None
                 # Where it is tight an Accepted may wait for longer than its request lives.
-                if self.scenario.profile == "calm" and self.scenario.capacity > 1000:
+                moved = bool(self.scenario.scales)
+                if self.scenario.profile == "calm" and not moved and self.scenario.capacity > 1000:
                     assert not statistics["dropped"], statistics
 
     def _check_end(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcast.actors.core import PeerLost
+from ringcast.actors.core import PeerAdded, PeerLost
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.scheduler.load import REPORT_SECONDS, LoadReports
 from ringcast.mq import codec
@@ -75,3 +75,15 @@ def test_the_scheduler_reports_if_there_are_others(replicas):
     assert loads(core, 2.0) == sent
     core.handle("tokenizer.0", AbortRequest("r", 0), 3.0)
     assert loads(core, 3.0) == [("coordinator.0", Load(0, 0, 0.0, []))]
+
+
+def test_a_coordinator_that_is_new_is_told_of_what_runs_already():
+    core = SchedulerCore(EngineConfig(device="fake"), SPEC, has_coordinator=False)
+    params = SamplingParams(n=2, max_tokens=2)
+    core.handle(
+        "tokenizer.0", AddRequest("r", 0, codec.pack([1, 2]), params, OutputSpec(4), 0.0), 1.0
+    )
+    core.handle("scheduler.1", PeerAdded(), 1.0)
+    assert loads(core, 1.0) == []
+    core.handle("coordinator.0", PeerAdded(), 2.0)
+    assert loads(core, 2.0) == [("coordinator.0", Load(2, 0, 0.0, [(4, 2)]))]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ringcast.actors.core import PeerLost, Send
+from ringcast.actors.core import PeerAdded, PeerLost, Send
 from ringcast.actors.text.text_tokenizer import TextTokenizer
 from ringcast.actors.text.tokenizer_core import TokenizerCore
 from ringcast.mq import codec
@@ -342,6 +342,13 @@ def test_a_takeover_goes_on_with_its_output(driver: Driver) -> None:
     assert accepted == ("client.7", Accepted("r", 3, codec.pack([1, 2])))
     assert add.message.resume == resume
     assert add.message.params.max_tokens == 62  # output included, as the first time
+
+
+def test_a_new_replica_hears_of_lost_clients_too(driver: Driver) -> None:
+    for name in ("scheduler.1", "coordinator.0"):
+        assert list(driver.core.handle(name, PeerAdded(), 0.0)) == []
+    sends = driver.core.handle("client.12", PeerLost(), 0.0)
+    assert [send.to for send in sends] == ["scheduler.0", "scheduler.1"]
 
 
 def test_a_lost_client_is_told_of_behind_its_requests(driver: Driver) -> None:

@@ -143,6 +143,16 @@ def test_queues_and_troubles() -> None:
     assert "poisoned 1" in draw(Picture(), changed(statistics={"client.0.poisoned": 1.0}), 100.0)
 
 
+def test_replicas_are_counted_where_there_are_several_and_while_that_changes() -> None:
+    def shown(replicas: float, scaling_to: float) -> str:
+        statistics = {"supervisor.replicas": replicas, "supervisor.scaling_to": scaling_to}
+        return draw(Picture(), changed(statistics=statistics), 100.0)
+
+    assert "replicas" not in shown(1.0, 0.0)
+    assert "replicas 3" in shown(3.0, 0.0)
+    assert "replicas 1, scaling to 3" in shown(1.0, 3.0)
+
+
 def test_a_full_channel_names_who_is_slow() -> None:
     status = copy.deepcopy(STATUS)
     status["edges"][0].update(

@@ -38,6 +38,7 @@ class Said:
         self.tallies = Tallies.create(Shape.of(server))
         self.made.append(self.tallies)
         boot = types.SimpleNamespace(
+            counts={},
             actor=name,
             spec=spec,
             server=server,
