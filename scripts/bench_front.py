@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-processes", type=int, default=2, help="that hold HTTP's streams")
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--option", action="append", default=[], help="name=json, of EngineConfig")
+    parser.add_argument("--option", action="append", default=[], help="name=json, of EngineConfig (http: of the server, too)")
 
 
 class Engine(Protocol):
@@ -188,8 +188,8 @@ def engine_of(way: str, args: argparse.Namespace, options: dict[str, Any]) -> It
 def served(model: str, options: dict[str, Any]) -> Iterator[tuple[int, dict[str, int]]]:
     """The port of a running `ringcast serve`, and its processes."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    ringcast = str(Path(sys.executable).parent / "ringcast")
-    command = [ringcast, "serve", model, "--port=0", "--disable-access-log", *flags]
+    ringcast = [sys.executable, "-P", "-m", "ringcast.frontend.cli.main"]
+    command = [*ringcast, "serve", model, "--port=0", "--disable-access-log", *flags]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stderr=said)
         try:
