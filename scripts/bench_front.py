@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-processes", type=int, default=2, help="that hold HTTP's streams")
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--option", action="append", default=[], help="name=json, of EngineConfig (http: of the server, too)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        help="name=json, of EngineConfig (http: of the server, too)",
+    )
 
 
 class Engine(Protocol):

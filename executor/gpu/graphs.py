@@ -23,10 +23,10 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-LARGEST = 256  # a larger decode step is long enough to hide its launches
+LARGEST = 1024  # a larger decode step is long enough to hide its launches
 BOUNDS = (1024, 8192)
 # From the first number on, sizes are multiples of the second.
-_STEPS = ((8, 8), (64, 16), (128, 32), (256, 64))
+_STEPS = ((8, 8), (64, 16), (128, 32), (256, 64), (512, 128))
 _SMALLEST = (1, 2, 4, 8)
 
 # (size, bound, whole) -> launches of one decode step

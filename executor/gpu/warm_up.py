@@ -88,7 +88,8 @@ class WarmUp:
         while size < most:
             tokens.append(size)
             size *= 4
-        return sorted({*tokens, most, *self._decoder.distinct_steps(most)})
+        own = self._decoder.distinct_steps(most)
+        return sorted({*tokens, most, *(size for size in own if size >= TOKENS_PADDED_TO)})
 
     def _nowhere(self) -> torch.Tensor:
         return torch.full((1,), -1, dtype=torch.int32, device=self._batch.inputs.device)

@@ -128,7 +128,7 @@ def graphs_of(runner: GpuModelRunner) -> None:
 
 def check_steps(folder: Path) -> dict[str, Any]:
     report = {}
-    names = (*MODELS, "qwen3 experts")
+    names = (*MODELS, "qwen3 experts", "mixtral")
     alone = [(name, graphs, 0, 1) for name in names for graphs in (True, False)]
     ranks = [("qwen3", True, 0, 2), ("gemma3", False, 0, 2), ("llama", True, 1, 2)]
     for name, graphs, rank, size in alone + ranks:

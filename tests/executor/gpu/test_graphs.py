@@ -41,7 +41,7 @@ class Graph:
 
 @pytest.fixture
 def graphs(monkeypatch) -> DecodeGraphs:
-    made = DecodeGraphs(batch_sizes(400), context_bounds(40960), attention)
+    made = DecodeGraphs(batch_sizes(2000), context_bounds(40960), attention)
     monkeypatch.setattr(made, "capture_one", lambda run, kind, stream: Graph(kind))
     made.capture(lambda *kind: None, None, lambda *step: None)
     return made
@@ -49,7 +49,7 @@ def graphs(monkeypatch) -> DecodeGraphs:
 
 def test_every_step_finds_a_graph_that_is_launched_as_it_would_be(graphs):
     bounds = context_bounds(40960)
-    for size in batch_sizes(400):
+    for size in batch_sizes(2000):
         for bound in bounds:
             if size > LARGEST:
                 assert graphs.find(size, bound, True) is None
