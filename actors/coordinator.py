@@ -15,9 +15,16 @@ from .core import Core
 class Coordinator(Actor):
     def make_core(self) -> Core:
         counts = self.boot.counts
-        self._coordinator = CoordinatorCore(counts["scheduler"], counts.get("client", 1))
+        self._coordinator = CoordinatorCore(
+            counts["scheduler"], counts.get("client", 1), lockstep=self.boot.engine.lockstep
+        )
         self._timer: asyncio.TimerHandle | None = None
         return self._coordinator
+
+    async def start(self) -> dict[str, str | int | float]:
+        details = await super().start()
+        self._set_timer()
+        return details
 
     def on_batch(self, batch: list[tuple[str, Any]]) -> None:
         super().on_batch(batch)

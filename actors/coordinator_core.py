@@ -3,11 +3,14 @@
     Load            of a replica: kept, and told at the next publication
     a replica lost  nothing is known of it, until its next incarnation says something
     a client lost   its next incarnation has nothing anywhere
+    WantWave        of a replica that steps with the others: all are told to start it
+                    (scheduler/waves.py)
     one added       nothing is known of it; one that was removed keeps its place
 
 It publishes when something has changed, at most every `interval` seconds. A core has no timer, so
 it says when it wants to be flushed again (`due`). It keeps nothing that a new incarnation would
-miss: what it doesn't know, clients go on to take for what they knew last.
+miss: what it doesn't know, clients go on to take for what they knew last. Which wave should run it
+asks the replicas, at its start and when one was lost: it may have heard the dead after the living.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..mq.messages import Load, Loads
+from ..mq.messages import AskWave, Load, Loads, StartWave, WantWave
 from .core import PeerAdded, PeerLost, Send
 
 PUBLISH_SECONDS = 0.1
@@ -29,7 +32,11 @@ class CoordinatorCore:
     """See actors/core.py. interval: seconds between two publications, at least."""
 
     def __init__(
-        self, num_engines: int, num_clients: int = 1, interval: float = PUBLISH_SECONDS
+        self,
+        num_engines: int,
+        num_clients: int = 1,
+        interval: float = PUBLISH_SECONDS,
+        lockstep: bool = False,
     ) -> None:
         self._waiting = np.full(num_engines, UNKNOWN, dtype=np.int32)
         self._running = np.full(num_engines, UNKNOWN, dtype=np.int32)
@@ -40,16 +47,22 @@ class CoordinatorCore:
         self._published_at = -math.inf
         self._num_reports = 0
         self._num_published = 0
+        self._lockstep = self._asks = lockstep
+        self._started = 0  # the wave that was started last
 
     @property
     def due(self) -> float | None:
         """When `flush` has something to do, if nothing else happens."""
+        if self._asks:
+            return -math.inf
         return self._published_at + self._interval if self._changed else None
 
     def handle(self, source: str, message: Any, now: float) -> Sequence[Send]:
         kind, _, number = source.partition(".")
         if isinstance(message, Load):
             self._report(int(number), message)
+        elif isinstance(message, WantWave):
+            return self._start(message.wave)
         elif isinstance(message, PeerAdded):
             if kind == "scheduler":
                 self._grow(int(number) + 1)
@@ -62,6 +75,11 @@ class CoordinatorCore:
         return ()
 
     def flush(self, now: float) -> Sequence[Send]:
+        asks = self._to_all(AskWave()) if self._asks else []
+        self._asks = False
+        return [*asks, *self._publish(now)]
+
+    def _publish(self, now: float) -> Sequence[Send]:
         if not self._changed or now < self._published_at + self._interval:
             return ()
         self._changed = False
@@ -76,6 +94,16 @@ class CoordinatorCore:
 
     def statistics(self) -> dict[str, float]:
         return {"reports": self._num_reports, "published": self._num_published}
+
+    def _start(self, wave: int) -> Sequence[Send]:
+        """Again if another one was between: who knows it already doesn't mind."""
+        if wave == self._started:
+            return ()
+        self._started = wave
+        return self._to_all(StartWave(wave))
+
+    def _to_all(self, message: StartWave | AskWave) -> list[Send]:
+        return [Send(f"scheduler.{engine}", message) for engine in range(len(self._waiting))]
 
     def _report(self, engine: int, load: Load) -> None:
         self._num_reports += 1
@@ -101,3 +129,5 @@ class CoordinatorCore:
         self._changed = True
         self._waiting[engine] = self._running[engine] = self._kv_usage[engine] = UNKNOWN
         self._ours[:, engine] = 0
+        self._started = 0
+        self._asks = self._lockstep

@@ -137,13 +137,19 @@ class Supervisor:
         for name in again:
             self._restarts[name] = self._restarts.get(name, 0) + 1
         self._channels.revive(again)
-        groups = {topology.engine_of(name, self._counts): -1 for name in names}
-        for engine in groups:
-            groups[engine] = os.memfd_create("ringcast-ranks")
+        groups: dict[int | None, int] = {}
         for name in names:
-            self._spawn(name, groups[topology.engine_of(name, self._counts)])
+            group = self._group_of(name)
+            if group not in groups:
+                groups[group] = os.memfd_create("ringcast-ranks")
+            self._spawn(name, groups[group])
         for group_fd in groups.values():
             os.close(group_fd)
+
+    def _group_of(self, name: str) -> int | None:
+        counts = self._counts
+        engine = topology.engine_of(name, counts)
+        return None if engine is None else topology.group_of(name, counts)
 
     def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._channels.endpoints(name)
@@ -158,7 +164,7 @@ class Supervisor:
             engine = msgspec.structs.replace(
                 engine, data_parallel_size=num_here, data_parallel_routing="score"
             )
-        is_rank = kind == "worker" and self._engine.num_workers > 1
+        is_rank = kind == "worker" and (engine.num_workers > 1 or engine.lockstep)
         fds += [group_fd] if is_rank else []
         if self._listener is not None and self._tallies is not None and kind == "client":
             listen_fd, tallies_fd = self._listener.fileno(), self._tallies.fd

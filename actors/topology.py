@@ -10,7 +10,8 @@ How many there are of a kind is a dict by kind, of all that run; where it says n
 the row says. A scheduler and the workers that read its plans are an engine, or *replica*: engine e
 is scheduler.e and, of T workers each, worker.(e * T) to worker.(e * T + T - 1). Only `engine_of`
 knows. Edges between the parts of an engine stay within it; tokenizer, detokenizer and coordinator
-serve all.
+serve all. Replicas that step together (counts["lockstep"]) wait for each other in every step: they
+are one unit, and the coordinator has something to say to them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..mq.config import EngineConfig
 from ..mq.server_config import ServerConfig
 
 ENGINE = "engine"
+LOCKSTEP = "lockstep"
 
 
 class ActorRow(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class EdgeRow(msgspec.Struct, frozen=True):
     target: str
     messages: str  # the union in mq/messages.py
     fan: Literal["each", "broadcast"] = "each"
+    lockstep: bool = False  # only there where replicas step together
 
 
 # In starting order: the slowest to become ready comes first.
@@ -64,6 +67,7 @@ EDGES = (
     EdgeRow("detokenizer", "client", "DetokenizerToClient"),
     EdgeRow("scheduler", "coordinator", "SchedulerToCoordinator"),
     EdgeRow("coordinator", "client", "CoordinatorToClient"),
+    EdgeRow("coordinator", "scheduler", "CoordinatorToScheduler", lockstep=True),
 )
 
 
@@ -79,6 +83,8 @@ class Channel(msgspec.Struct, frozen=True):
 def counts_of(engine: EngineConfig, server: ServerConfig | None = None) -> dict[str, int]:
     """How many of each kind the options of an engine, and of its HTTP server, ask for."""
     counts = counts_for(engine.data_parallel_size, engine.num_workers)
+    if engine.lockstep:
+        counts[LOCKSTEP] = 1
     return counts if server is None else {**counts, "client": server.api_server_count}
 
 
@@ -103,6 +109,13 @@ def engine_of(name: str, counts: dict[str, int]) -> int | None:
     return int(number) * num_engines(counts) // _count(kind, counts)
 
 
+def group_of(name: str, counts: dict[str, int]) -> int:
+    """The engines that are restarted together: the first one's number. Of an engine's actor."""
+    engine = engine_of(name, counts)
+    assert engine is not None
+    return 0 if counts.get(LOCKSTEP) else engine
+
+
 def rank_of(worker: str, counts: dict[str, int]) -> int:
     """A worker's rank in its engine."""
     return int(worker.partition(".")[2]) % ranks_per_engine(counts)
@@ -118,11 +131,14 @@ def instances(counts: dict[str, int]) -> list[str]:
 
 
 def units(counts: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """What is restarted together, by its name: {"engine.0": ("worker.0", "scheduler.0"), ...}."""
+    """What is restarted together, by its name: {"engine.0": ("worker.0", "scheduler.0"), ...}.
+
+    Replicas that step together are all "engine.0".
+    """
     out: dict[str, tuple[str, ...]] = {}
     for name in instances(counts):
         engine = engine_of(name, counts)
-        unit = name if engine is None else f"{ENGINE}.{engine}"
+        unit = name if engine is None else f"{ENGINE}.{group_of(name, counts)}"
         out[unit] = (*out.get(unit, ()), name)
     return out
 
@@ -137,6 +153,8 @@ def channels(counts: dict[str, int]) -> list[Channel]:
     said)."""
     out: list[Channel] = []
     for edge in EDGES:
+        if edge.lockstep and not counts.get(LOCKSTEP):
+            continue
         for i in range(_count(edge.source, counts)):
             source = f"{edge.source}.{i}"
             targets = _targets(edge, source, counts)

@@ -86,7 +86,7 @@ class Worker:
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
-        if boot.engine.num_workers > 1:
+        if boot.engine.num_workers > 1 or boot.engine.lockstep:
             cast(RankRunner, runner).leave()
         for writer in self._writers:
             writer.join()

@@ -28,6 +28,7 @@ from .attention import AttentionBackend, Geometry, choose_backend
 from .experts import ExpertBuffers, Mixture, expert_kernels
 from .input_batch import InputBatch, Step
 from .layers import Embedding, Layout, Linear
+from .lockstep import Replicas
 from .models.llama import SANDWICH, LlamaConfig
 from .parallel import Alone, Group
 from .pipeline import Stage
@@ -124,13 +125,17 @@ class CpuDecoder:
         group: Group | None = None,
         by_expert: bool = False,
         stage: Stage | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         """config, source: of the whole model; a rank of `group` has its part of it (by_expert:
-        sharding.py), and a stage its layers. Raises ConfigError where it can't be split so.
+        sharding.py), and a stage its layers. replicas: those that have the other experts. Raises
+        ConfigError where it can't be split so.
         """
         self._group, self._stage = group or Alone(), stage or Stage()
         self._vocab_size = config.vocab_size
-        sharding = Sharding(config, self._group.rank, self._group.size, by_expert)
+        self._replicas = replicas
+        dealt = (replicas.rank, replicas.size) if replicas is not None else None
+        sharding = Sharding(config, self._group.rank, self._group.size, by_expert, dealt)
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
         self._numbers = self._stage.layers(c.num_layers)
@@ -193,7 +198,10 @@ class CpuDecoder:
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""
         own = [ACTIVATIONS[self._config.activation], self._backend.kernel]
-        own += [exchange_kernel] if self._group.size > 1 else []
+        if self._replicas is not None:
+            own += self._replicas.kernels()
+        elif self._group.size > 1:
+            own += [exchange_kernel]
         own += expert_kernels(self._layout) if self._config.experts is not None else []
         own += pipeline.KERNELS if self._stage.count > 1 else []
         return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
@@ -220,7 +228,9 @@ class CpuDecoder:
         self._update_TH = torch.zeros(tokens, pad(c.hidden_size))
         self._wide_TN = torch.zeros(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
         if c.experts is not None:
-            self._experts = ExpertBuffers(self._layout, c.experts, c.hidden_size, tokens)
+            self._experts = ExpertBuffers(
+                self._layout, c.experts, c.hidden_size, tokens, self._replicas
+            )
         self._gathered_SV: torch.Tensor | None = None
         self._attention = self._backend(self.geometry, batch, max_model_len, num_blocks)
         rows = np.zeros(1, np.int64)
@@ -249,9 +259,13 @@ class CpuDecoder:
             for g, group in enumerate(self.groups)
             for place, layer in enumerate(group.layers)
         }
+        shared: list[Operation] = []
         for i, layer in zip(self._numbers, self._layers, strict=True):
-            operations += self._bind_layer(i, *places[i], layer, rows, update)
-            update = Update(self._update_TH, layer.mlp_update_norm)
+            mlp, value_TH = self._bind_mlp(layer, rows)
+            shared += mlp if value_TH is not self._update_TH else []
+            operations += [*self._bind_attention(i, *places[i], layer, rows, update), *mlp]
+            update = Update(value_TH, layer.mlp_update_norm)
+        self._idle = Program(np.zeros(1, np.int64), shared)
         return update, operations
 
     def _bind_end(self, rows: np.ndarray, update: Update) -> list[Operation]:
@@ -273,7 +287,7 @@ class CpuDecoder:
         operations = [norm, *head.bind(sampled, last_SH, logits_SV), *gathered.operations]
         return Program(sampled, operations)
 
-    def _bind_layer(
+    def _bind_attention(
         self, index: int, group: int, place: int, layer: _Layer, rows: np.ndarray, update: Update
     ) -> list[Operation]:
         c, wide, update_TH = self._config, self._wide_TN, self._update_TH
@@ -299,17 +313,21 @@ class CpuDecoder:
             self._norm(
                 rows, Update(update_TH, layer.attention_update_norm), layer.mlp_norm, self._x_TH
             ),
-            *self._bind_mlp(layer, rows),
-            *self._group.sum(rows, update_TH),
         ]
 
-    def _bind_mlp(self, layer: _Layer, rows: np.ndarray) -> list[Operation]:
-        c, wide, update_TH = self._config, self._wide_TN, self._update_TH
+    def _bind_mlp(self, layer: _Layer, rows: np.ndarray) -> tuple[list[Operation], torch.Tensor]:
+        """The operations, and what they make of x [T, padded hidden]."""
+        c, wide, update_TH, x_TH = self._config, self._wide_TN, self._update_TH, self._x_TH
         activation = ACTIVATIONS[c.activation]
+        summed = self._group.sum(rows, update_TH)
         if layer.mixture is not None:
-            return layer.mixture.bind(rows, self._x_TH, self._experts, activation, update_TH)
-        return [
-            *layer.gate_up.bind(rows, self._x_TH, wide),
+            mixture, experts = layer.mixture, self._experts
+            if self._replicas is not None:
+                own_TH = self._replicas.own_rows(experts.all_y_PNH)
+                return mixture.bind_for_all(x_TH, experts, activation), own_TH
+            return [*mixture.bind(rows, x_TH, experts, activation, update_TH), *summed], update_TH
+        dense = [
+            *layer.gate_up.bind(rows, x_TH, wide),
             activation.bind(
                 self.geometry.dtype,
                 rows=rows,
@@ -320,7 +338,9 @@ class CpuDecoder:
                 out_bytes=self._x_TI.stride(0) * self._x_TI.itemsize,
             ),
             *layer.down.bind(rows, self._x_TI, update_TH),
+            *summed,
         ]
+        return dense, update_TH
 
     def _norm(
         self,
@@ -340,7 +360,7 @@ class CpuDecoder:
             weight=weight,
             out=out,
             size=self._config.hidden_size,
-            update_stride=self._update_TH.shape[1],
+            update_stride=0 if update.value_TH is None else update.value_TH.stride(0),
             out_bytes=out.stride(0) * out.itemsize,
             eps=self._config.eps,
         )
@@ -361,9 +381,19 @@ class CpuDecoder:
         """The same for the tokens of this step that batch.last names, each at most once a step."""
         if num_tokens and self._tail is not None:
             self._tail.run(num_tokens)
-        self._group.check()
+        self._check()
         logits_SV = self._gathered_SV
         return None if logits_SV is None else logits_SV[:num_tokens, : self._vocab_size]
+
+    def idle(self) -> None:
+        """A step without tokens, for the other replicas that step together with this one."""
+        self._idle.run(0)
+        self._check()
+
+    def _check(self) -> None:
+        self._group.check()
+        if self._replicas is not None:
+            self._replicas.check()
 
     def _rotate(self, tokens: int) -> None:
         positions = torch.from_numpy(self._batch.positions[:tokens]).float()

@@ -21,9 +21,10 @@ from . import kv_memory
 from .cpu_decoder import CpuDecoder
 from .input_batch import InputBatch, Step
 from .layers import widens
+from .lockstep import Replicas
 from .logits_processor import load_processors
 from .models import find_model
-from .pipeline import Tokens, join
+from .pipeline import Place, Stage, Tokens, join
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
 from .quantized import make_layout
@@ -43,10 +44,16 @@ def choose_dtype(name: str) -> torch.dtype:
 
 class CpuModelRunner:
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        rank: int = 0,
+        group_fd: int = -1,
+        engine: int = 0,
     ) -> None:
         self._config, self._spec, self._rank = config, spec, rank
-        self._group_fd = group_fd
+        self._group_fd, self._engine = group_fd, engine
+        self._replicas: Replicas | None = None
         self._details: dict[str, str | int | float] = {}
 
     @torch.inference_mode()
@@ -59,7 +66,7 @@ class CpuModelRunner:
         torch.set_num_threads(threads)
         declared = find_model(spec.architecture).check(spec.hf_config)
         refuse_quantized(spec.hf_config, config.device)
-        self._place = place = join(config, self._rank, self._group_fd, declared.hidden_size)
+        self._place = place = self._join(declared.hidden_size)
         start = time.perf_counter()
         dtype = choose_dtype(config.dtype)
         source: WeightSource = DummyWeights(config.seed or 0)
@@ -75,6 +82,7 @@ class CpuModelRunner:
             place.group,
             config.enable_expert_parallel,
             place.stage,
+            self._replicas,
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
@@ -127,6 +135,8 @@ class CpuModelRunner:
 
     def leave(self) -> None:
         self._place.leave()
+        if self._replicas is not None:
+            self._replicas.leave()
 
     def launch(self, plan: StepPlan) -> Done:
         return Done(self.execute(plan))
@@ -142,8 +152,15 @@ class CpuModelRunner:
             self._prompt_logprobs.enter(new)
         if plan.copy_to:
             self._attention.copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
+        any_work = False
+        if self._replicas is not None:
+            num_tokens = int(codec.ints(plan.num_tokens).sum())
+            any_work = self._replicas.meet(plan.wave, num_tokens).any_work
         if not plan.rows:
-            return StepOutput(plan.step, b"", b"", None, time.perf_counter() - start)
+            if self._replicas is not None:
+                self._model.idle()
+            seconds = time.perf_counter() - start
+            return StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work)
         step = self._batch.prepare(codec.ints(plan.rows), codec.ints(plan.num_tokens))
         logits = self._model.forward(step)
         start += self._place.stage.waited
@@ -158,6 +175,7 @@ class CpuModelRunner:
             logprobs,
             time.perf_counter() - start,
             self._prompt_logprobs.read(step),
+            any_work=any_work,
         )
 
     def _sample(
@@ -170,6 +188,13 @@ class CpuModelRunner:
             tokens, logprobs = self._sampler.sample(logits, step.sampled, step.sample_positions)
         self._place.group.broadcast(tokens)
         return tokens, logprobs
+
+    def _join(self, hidden_size: int) -> Place:
+        config = self._config
+        if not config.lockstep:
+            return join(config, self._rank, self._group_fd, hidden_size)
+        self._replicas = Replicas(config, self._rank, self._engine, self._group_fd)
+        return Place(self._replicas.all, self._replicas.own, Stage(), None)
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:
         """The first rank compiles, and the others take what it has left in the cache."""

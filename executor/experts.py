@@ -15,6 +15,7 @@ from ..kernels.cpu import experts as kernels
 from ..kernels.cpu import linear
 from ..kernels.cpu.openmp import Kernel
 from .layers import Layout
+from .lockstep import Replicas
 from .models.llama import Experts, LlamaConfig
 from .program import FEW_ROWS, ByRows, Operation
 from .weights import WeightSource, take_experts
@@ -38,7 +39,21 @@ class ExpertBuffers:
     used: the number of slots of the step, int64 [1].
     """
 
-    def __init__(self, layout: Layout, experts: Experts, hidden_size: int, tokens: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        experts: Experts,
+        hidden_size: int,
+        tokens: int,
+        replicas: Replicas | None = None,
+    ) -> None:
+        """tokens: of each of the replicas, where these step together."""
+        self.replicas = replicas
+        if replicas is not None:
+            all_width = replicas.num * layout.padded(hidden_size)
+            self.all_x_PNH = torch.zeros(tokens, all_width, dtype=layout.dtype)
+            self.all_y_PNH = torch.zeros(tokens, all_width)
+            tokens *= replicas.num
         pad, dtype, slots = layout.padded, layout.dtype, tokens * experts.chosen
         self.logits_TE = torch.zeros(tokens, pad(experts.num))
         self.experts_TC = torch.zeros(tokens, experts.chosen, dtype=torch.int32)
@@ -113,6 +128,20 @@ class ExpertLinear:
                 y[rows] = F.linear(x[rows], self.weight[e])
 
 
+def _with_rows(rows: np.ndarray, operation: Operation) -> Operation:
+    """It goes by this number of rows, not by the program's."""
+    if not isinstance(operation, ByRows):
+        return operation
+
+    def run(_: int) -> None:
+        if rows[0] <= FEW_ROWS:
+            operation.few()
+        else:
+            operation.many(int(rows[0]))
+
+    return ByRows(run, run)
+
+
 class Mixture:
     """The experts of one layer, and their router."""
 
@@ -131,6 +160,23 @@ class Mixture:
     @property
     def num_bytes(self) -> int:
         return self._router.num_bytes + self._gate_up.weight.nbytes + self._down.weight.nbytes
+
+    def bind_for_all(
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, activation: Kernel
+    ) -> list[Operation]:
+        """The same for the tokens of all replicas, each rank with its experts, and added up by
+        all. The results of this one are replicas.own_rows of buffers.all_y_PNH.
+        """
+        replicas, x_PNH, y_PNH = buffers.replicas, buffers.all_x_PNH, buffers.all_y_PNH
+        assert replicas is not None
+        width = x_TH.shape[1]
+        all_x, all_y = x_PNH.view(-1, width), y_PNH.view(-1, width)
+        operations = self.bind(replicas.rows, all_x, buffers, activation, all_y)
+        return [
+            *replicas.gather(x_TH, x_PNH),
+            *(_with_rows(replicas.rows, operation) for operation in operations),
+            *replicas.all.sum(replicas.rows, all_y),
+        ]
 
     def bind(
         self,
@@ -155,6 +201,7 @@ class Mixture:
                 chosen=e.chosen,
                 renormalize=e.renormalize,
             ),
+            *([b.replicas.pad(b.experts_TC)] if b.replicas is not None else []),
             kernels.dispatch_kernel.bind(
                 dtype,
                 rows=rows,

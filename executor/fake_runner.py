@@ -11,6 +11,9 @@ to the last one computed. So a block that was shared, given away, evicted or cop
 
 The model's hf_config may have "windows": those of its groups of layers, 0 for none. Each group has
 its own block table and fingerprints then, which must be there as far as its window reaches.
+
+With enable_expert_parallel there are no experts to deal either, but replicas step together as if
+there were: they meet in each step (lockstep.py).
 """
 
 from __future__ import annotations
@@ -108,6 +111,8 @@ class _Row:
 class FakeModelRunner:
     """step_seconds: how long a step takes at least. echo: the output is the prompt, repeated.
     trust: plans are right, and there are no fingerprints: for benchmarks of what is around it.
+    meet: how replicas that step together meet: a step's WaveStep and number of tokens to whether
+    any of them has work. `load` makes it, unless it's there.
 
     `load` takes them from the environment where RINGCAST_FAKE_STEP_SECONDS, RINGCAST_FAKE_ECHO and
     RINGCAST_FAKE_TRUST are set.
@@ -116,13 +121,21 @@ class FakeModelRunner:
     step_seconds = 0.0
     echo = False
     trust = False
+    meet: Callable[[messages.WaveStep | None, int], bool] | None = None
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        rank: int = 0,
+        group_fd: int = -1,
+        engine: int = 0,
     ) -> None:
         self._config = config
         self._spec = spec
         self._rank = rank
+        self._group_fd, self._engine = group_fd, engine
+        self._leave: Callable[[], None] = lambda: None
         self._num_blocks = config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
         self._kv = np.zeros((self._num_blocks, config.block_size), dtype=np.uint64)
         self._windows: list[int] = spec.hf_config.get("windows", [0])
@@ -139,6 +152,8 @@ class FakeModelRunner:
                 raise ConfigError(f"{STEP_SECONDS} must be a number, got {text!r}") from None
         self.echo = self.echo or bool(os.environ.get(ECHO))
         self.trust = self.trust or bool(os.environ.get(TRUST))
+        if self._config.lockstep and self.meet is None:
+            self._join()
         progress("loading no model", 1, 1)
         groups = tuple(spec_of(window) for window in self._windows)
         return messages.WorkerReady(self._rank, self._num_blocks, self._config.block_size, groups)
@@ -151,7 +166,15 @@ class FakeModelRunner:
         }
 
     def leave(self) -> None:
-        """Nobody waits for it."""
+        self._leave()
+
+    def _join(self) -> None:
+        from .lockstep import Replicas, compile_kernels  # with torch, which isn't needed otherwise
+
+        compile_kernels()
+        replicas = Replicas(self._config, self._rank, self._engine, self._group_fd)
+        self.meet = lambda place, num_tokens: replicas.meet(place, num_tokens).any_work
+        self._leave = replicas.leave
 
     def launch(self, plan: messages.StepPlan) -> Done:
         return Done(self.execute(plan))
@@ -165,6 +188,7 @@ class FakeModelRunner:
         self._copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
         rows = codec.ints(plan.rows).tolist()
         counts = codec.ints(plan.num_tokens).tolist()
+        any_work = self.meet is not None and self.meet(plan.wave, sum(counts))
         if self.trust:
             for number, count in zip(rows, counts, strict=True):
                 self._rows[number].num_computed += count
@@ -180,6 +204,7 @@ class FakeModelRunner:
             codec.pack(tokens),
             logprobs,
             time.perf_counter() - start,
+            any_work=any_work,
         )
 
     def _update_batch(self, plan: messages.StepPlan) -> None:

@@ -127,6 +127,23 @@ class HostGroup:
         out = None if self.rank else torch.zeros(len(x_SV), self.size * size)
         return Gathered([self._exchange(exchange.SIDE_BY_SIDE, rows, x_SV, size, out)], out)
 
+    def all_side_by_side(
+        self, rows: np.ndarray, x_TW: torch.Tensor, out: torch.Tensor
+    ) -> list[Launch]:
+        """Operations by which every rank gets the rows of all side by side, in out
+        [T, size x W].
+        """
+        return [self._exchange(exchange.SIDE_BY_SIDE, rows, x_TW, x_TW.shape[1], out)]
+
+    def all_gather(self, values: np.ndarray) -> np.ndarray:
+        """The values, int32 [W], of all ranks [size, W]."""
+        assert values.dtype == np.int32
+        own = torch.from_numpy(values.view(np.float32))[None]
+        out = torch.empty(1, self.size * len(values))
+        self.all_side_by_side(np.ones(1, np.int64), own, out)[0]()
+        self.check()
+        return out.numpy().view(np.int32).reshape(self.size, len(values))
+
     def broadcast(self, values: np.ndarray) -> None:
         assert values.dtype == np.int32
         words = torch.from_numpy(values.view(np.float32))[None]

@@ -18,7 +18,7 @@ FEW_ROWS = 12  # up to here a row-by-row product beats torch's matrix product
 
 
 class ByRows(NamedTuple):
-    few: Launch
+    few: Launch | Callable[..., None]  # likewise, if it's no Launch
     many: Callable[[int], None]  # called with the number of rows
 
 

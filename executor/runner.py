@@ -143,7 +143,7 @@ def make_runner(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
     place = {"group_fd": group_fd} if config.device in PARALLEL else {}
-    if config.device == "cuda":
+    if config.device == "cuda" or config.lockstep:
         place["engine"] = engine
     if spec.pooling is not None:
         _check_pooling(config)

@@ -76,8 +76,17 @@ class Sharding:
     by_expert: experts are dealt to the ranks instead of split.
     """
 
-    def __init__(self, config: LlamaConfig, rank: int, size: int, by_expert: bool = False) -> None:
-        _check(config, size, by_expert)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rank: int,
+        size: int,
+        by_expert: bool = False,
+        dealt: tuple[int, int] | None = None,
+    ) -> None:
+        """dealt: rank and size among those that experts are dealt to, if these are more."""
+        self._dealt = dealt or (rank, size)
+        _check(config, size, by_expert, self._dealt[1])
         self.rank, self.size = rank, size
         heads = config.heads // size
         kv_heads = max(1, config.kv_heads // size)
@@ -99,8 +108,9 @@ class Sharding:
 
     def _share(self, experts: Experts, by_expert: bool) -> Experts:
         if by_expert:
-            held = experts.num // self.size
-            self.held = range(self.rank * held, (self.rank + 1) * held)
+            rank, size = self._dealt
+            held = experts.num // size
+            self.held = range(rank * held, (rank + 1) * held)
             return dataclasses.replace(experts, first=self.held.start, held=held)
         inner = experts.inner_size // self.size
         self.parts["expert_size"] = _part(experts.inner_size, self.rank * inner, inner)
@@ -108,7 +118,7 @@ class Sharding:
 
     def weights(self, source: WeightSource) -> WeightSource:
         """The rank's part of the weights of `source`."""
-        return source if self.size == 1 else ShardedWeights(source, self)
+        return source if self.size == self._dealt[1] == 1 else ShardedWeights(source, self)
 
 
 class ShardedWeights:
@@ -181,15 +191,20 @@ def _divides(config: LlamaConfig, size: int, by_expert: bool) -> bool:
     return not (config.heads % size or many % few or any(number % size for number in inner))
 
 
-def _check(config: LlamaConfig, size: int, by_expert: bool) -> None:
+def _check(config: LlamaConfig, size: int, by_expert: bool, dealt: int) -> None:
     if by_expert and config.experts is None:
         raise ConfigError(
             "enable_expert_parallel = True: this model is dense, it has no experts; leave it False"
         )
-    if by_expert and size == 1:
+    if by_expert and dealt == 1:
         raise ConfigError(
             "enable_expert_parallel = True: deals experts to ranks, and tensor_parallel_size is 1; "
-            "with experts dealt it takes 2 or more"
+            "with experts dealt it takes 2 or more, or data_parallel_size does"
+        )
+    if dealt > size and config.experts is not None and config.experts.num % dealt:
+        raise ConfigError(
+            f"enable_expert_parallel = True: {config.experts.num} experts can't be dealt evenly to "
+            f"the {dealt} ranks of tensor_parallel_size x data_parallel_size"
         )
     if _divides(config, size, by_expert):
         return

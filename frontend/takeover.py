@@ -6,6 +6,7 @@ depends on what died with it:
 
     died               exposed to it is                          gets a strike if exposed
     a replica          every request that was sent there         yes
+    (or those that step together, as one)
     detokenizer        every request                             yes
     tokenizer          one not known to be in the scheduler:     if it was not accepted
                        not accepted, or not begun (handle.py)
@@ -119,13 +120,13 @@ class Takeover:
         self._down.update(needed)
         self.last_death = error
         self._waiting.clear()
-        unit, engine = _unit(needed[0]), _engine(needed)
-        if engine is None:
+        unit, engines = _unit(needed[0]), _engines(needed)
+        if not engines:
             self._common_down.update(needed)
-        else:
+        for engine in engines:
             self._router.lose(engine)
         for handle in ledger:
-            if engine not in (None, handle.engine):
+            if engines and handle.engine not in engines:
                 continue
             if not handle.parked or (handle.at_large and unit != "tokenizer"):
                 self._hit(handle, unit, from_outside)
@@ -135,10 +136,11 @@ class Takeover:
 
     def removed(self, names: Sequence[str], ledger: Iterable[RequestHandle]) -> list[RequestHandle]:
         """These are a replica that is no more, by somebody's wish. As `lost`."""
-        engine = _engine(names)
         self._down.difference_update(names)
-        if engine is None:
+        engines = _engines(names)
+        if not engines:
             return []
+        (engine,) = engines  # those that step together aren't scaled
         self._router.lose(engine)
         self._removed.add(engine)
         self._late = {key: abort for key, abort in self._late.items() if key[1] != engine}
@@ -159,8 +161,7 @@ class Takeover:
         """New incarnations of these are ready. `resume` comes next."""
         self._down.difference_update(names)
         self._common_down.difference_update(names)
-        engine = _engine(names)
-        if engine is not None:
+        for engine in _engines(names):
             self._router.regain(engine)
             self._removed.discard(engine)
         late, self._late = self._late, {}
@@ -279,10 +280,9 @@ def _unit(name: str) -> str:
     return "engine" if kind in ("scheduler", "worker") else kind
 
 
-def _engine(names: Iterable[str]) -> int | None:
-    """Which replica these are, if they are one: its scheduler's number."""
-    numbers = [name.partition(".")[2] for name in names if _kind(name) == "scheduler"]
-    return int(numbers[0]) if numbers else None
+def _engines(names: Iterable[str]) -> list[int]:
+    """Which replicas these are, if they are any: their schedulers' numbers."""
+    return [int(name.partition(".")[2]) for name in names if _kind(name) == "scheduler"]
 
 
 def _kind(name: str) -> str:

@@ -78,6 +78,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"data_parallel_start_rank = {first}: this host's {num} replicas would end at rank "
                 f"{first + num - 1}, and the last of data_parallel_size = {size} is {size - 1}"
             )
+        if num < size and engine.lockstep:
+            raise ConfigError(
+                f"data_parallel_size_local = {num}: with enable_expert_parallel all of "
+                f"data_parallel_size = {size} replicas must be on one host"
+            )
         if self.headless and num == size:
             raise ConfigError(
                 f"data_parallel_size_local = {num}: a headless host must leave at least one of "

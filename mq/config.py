@@ -101,8 +101,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_expert_parallel: Annotated[
         bool,
         Meta(
-            description="deal whole experts to the ranks of tensor_parallel_size, instead of "
-            "splitting each. Device cpu alone"
+            description="deal whole experts to the ranks of tensor_parallel_size in all replicas "
+            "of data_parallel_size, which then step together. Device cpu alone"
         ),
     ] = False
     data_parallel_size: Annotated[
@@ -286,6 +286,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_tokenizer()
         self._check_routing()
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether the replicas step together: each has a part of the experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
     def _check_routing(self) -> None:
         if self.data_parallel_routing != "score" and self.data_parallel_size == 1:
             raise ValueError(
@@ -306,6 +311,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
 
     def _check_workers(self) -> None:
+        if self.lockstep and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: with "
+                "enable_expert_parallel and several replicas, which step together, it must be 1"
+            )
         if self.num_workers > MAX_WORKERS:
             raise ValueError(
                 f"pipeline_parallel_size = {self.pipeline_parallel_size}: with "

@@ -34,11 +34,13 @@ DEVICE_DEFAULTS: dict[str, dict[str, int]] = {
 ONLY_ON = {
     "num_threads": "cpu",
     "memory_utilization": "cpu",
-    "enable_expert_parallel": "cpu",
     "gpu_memory_utilization": "cuda",
     "enforce_eager": "cuda",
     "kv_cache_dtype": "cuda",
 }
+
+# Likewise, on these.
+EXPERT_PARALLEL = ("cpu", "fake")
 
 DEV = Path("/dev")
 _CUDA_BUILD = re.compile(r"^cuda\b[^=]*=\s*['\"]", re.MULTILINE)
@@ -82,6 +84,11 @@ def check_device_options(
                 f"{option} = {values[option]!r}: device {only!r} alone has it, and this engine's "
                 f"is {which}"
             )
+    if values["enable_expert_parallel"] and device not in EXPERT_PARALLEL:
+        raise ValueError(
+            f"enable_expert_parallel = True: devices {' and '.join(map(repr, EXPERT_PARALLEL))} "
+            f"alone have it, and this engine's is {which}"
+        )
     size = values["block_size"]
     if device == "cuda" and (size < 16 or size & (size - 1)):
         raise ValueError(f"block_size = {size}: device {which} takes 16, 32, 64, 128 or 256")

@@ -18,6 +18,8 @@ One request's way, with the edge (actors/topology.py) that carries each message:
                               ResetPrefixCache
     scheduler -> coordinator  Load, where there are several schedulers (data parallelism)
     coordinator -> client     Loads
+    scheduler -> coordinator  WantWave, where replicas step together (actors/scheduler/waves.py)
+    coordinator -> scheduler  StartWave, AskWave
 
 A *client* is whatever holds the ledger of requests: an API server, or the process that made an
 `LLM`. A *choice* is one of the n outputs of a request. A *stream* is one choice inside the engine:
@@ -48,6 +50,7 @@ from .steps import SlidingWindowSpec as SlidingWindowSpec
 from .steps import StepOutput as StepOutput
 from .steps import StepPlan as StepPlan
 from .steps import TokenLogprobs as TokenLogprobs
+from .steps import WaveStep as WaveStep
 from .steps import WorkerReady as WorkerReady
 from .steps import WorkerToScheduler as WorkerToScheduler
 
@@ -440,7 +443,13 @@ class Load(Message, tag="load"):
     clients: list[tuple[int, int]]
 
 
-SchedulerToCoordinator = Load
+class WantWave(Message, tag="want_wave"):
+    """This wave is to run: the scheduler is in it, or has work that waits for it."""
+
+    wave: int
+
+
+SchedulerToCoordinator = Load | WantWave
 
 
 class Loads(Message, tag="loads"):
@@ -456,3 +465,16 @@ class Loads(Message, tag="loads"):
 
 
 CoordinatorToClient = Loads
+
+
+class StartWave(Message, tag="start_wave"):
+    """To all schedulers: take part in this wave, when the one before has ended."""
+
+    wave: int
+
+
+class AskWave(Message, tag="ask_wave"):
+    """From a coordinator that has just started. Answered by a WantWave, if there is one."""
+
+
+CoordinatorToScheduler = StartWave | AskWave

@@ -40,6 +40,16 @@ class NewSequence(Message):
     bad_words: list[bytes] = []  # i32[length of the word] each
 
 
+class WaveStep(Message):
+    """Which step this is where replicas step together: the step-th of a wave, both from 1 on (see
+    actors/scheduler/waves.py). has_work: this replica has some that isn't done.
+    """
+
+    wave: int
+    step: int
+    has_work: bool
+
+
 class StepPlan(Message, tag="plan"):
     """One step, as a delta to the batch that every worker keeps, applied in the fields' order.
 
@@ -58,6 +68,8 @@ class StepPlan(Message, tag="plan"):
     Workers execute plans in order, and several may be under way: a plan may compute a token that
     the one before it is still to sample. An empty plan (no rows) only updates the batch, and is
     answered with an empty StepOutput.
+
+    wave: of replicas that step together. Their workers meet in each step, an empty one too.
     """
 
     step: int
@@ -69,6 +81,7 @@ class StepPlan(Message, tag="plan"):
     copy_to: bytes  # i32[C]
     rows: bytes  # i32[B]
     num_tokens: bytes  # i32[B]
+    wave: WaveStep | None = None
 
 
 SchedulerToWorker = StepPlan
@@ -118,7 +131,7 @@ class StepOutput(Message, tag="output"):
 
     Rows that were not sampled are not in it. prompt_logprobs: of the prompts' chunks that this step
     computed, for the requests that want them. pooled: of a pooling model, which samples no tokens,
-    the vector of each of rows.
+    the vector of each of rows. any_work: whether any of the replicas that step together had work.
     """
 
     step: int
@@ -128,6 +141,7 @@ class StepOutput(Message, tag="output"):
     seconds: float = 0.0  # spent by the worker on this step
     prompt_logprobs: list[PromptLogprobs] = []
     pooled: bytes = b""  # f32[S, dimension]
+    any_work: bool = False
 
 
 WorkerToScheduler = WorkerReady | StepOutput

@@ -20,6 +20,38 @@ from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
+class Together:
+    """Replicas that step together. runner: of all their ranks (ranks.py)."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, runner: Any) -> None:
+        replicas = range(config.data_parallel_size)
+        self.runner = runner
+        self.engines = [InProcessEngine(config, spec, runner) for _ in replicas]
+
+    def run(self) -> None:
+        """Until all have ended. Asserts that all send equally many plans."""
+        while self.step():
+            pass
+        assert not any(engine.scheduler.num_unfinished for engine in self.engines)
+
+    def step(self) -> bool:
+        """Returns whether there was one."""
+        for engine in self.engines:
+            engine.plan()
+        wanted = {wave for engine in self.engines for wave in engine.wanted}
+        for engine in self.engines:
+            for wave in sorted(wanted):
+                engine.scheduler.handle("coordinator.0", messages.StartWave(wave), 0.0)
+            engine.wanted.clear()
+            engine.plan()
+        plans = [engine._plans.popleft() for engine in self.engines if engine._plans]
+        if plans:
+            outputs = self.runner.execute_together(plans)
+            for engine, output in zip(self.engines, outputs, strict=True):
+                engine.take(output)
+        return bool(plans)
+
+
 def tiny_engine(folder: Path, **options: Any) -> InProcessEngine:
     """One with the random weights of the tiny model in `folder`, in float32, with small blocks."""
     defaults = {
@@ -42,7 +74,8 @@ class InProcessEngine:
     `tokens[request_id][choice]` are the output tokens, `ends` the StreamEnd of each; of a request
     that was taken over, those of its last incarnation. `logprobs[request_id][choice]` are, for each
     token, those of itself and of the likeliest ones, by token id, where they were asked for;
-    `prompt_logprobs[request_id]` are their parts as they came.
+    `prompt_logprobs[request_id]` are their parts as they came. `wanted` are the waves that the
+    coordinator is asked for.
     """
 
     def __init__(
@@ -54,6 +87,7 @@ class InProcessEngine:
         self.ends: dict[tuple[str, int], messages.StreamEnd] = {}
         self.logprobs: dict[str, dict[int, list[dict[int, float]]]] = {}
         self.prompt_logprobs: dict[str, list[messages.PromptLogprobs]] = {}
+        self.wanted: list[int] = []
         self._plans: deque[messages.StepPlan] = deque()  # not yet executed
         self._streams: dict[int, tuple[str, int]] = {}
         self._clock = itertools.count()
@@ -91,10 +125,15 @@ class InProcessEngine:
         self._dispatch(self.scheduler.handle("tokenizer.0", message, self._now()))
 
     def step(self) -> None:
-        self._plans += self._dispatch(self.scheduler.flush(self._now()))
+        self.plan()
         if self._plans:
-            output = self.runner.execute(self._plans.popleft())
-            self._dispatch(self.scheduler.handle("worker.0", output, self._now()))
+            self.take(self.runner.execute(self._plans.popleft()))
+
+    def plan(self) -> None:
+        self._plans += self._dispatch(self.scheduler.flush(self._now()))
+
+    def take(self, output: messages.StepOutput) -> None:
+        self._dispatch(self.scheduler.handle("worker.0", output, self._now()))
 
     def run(self) -> None:
         while self.scheduler.num_unfinished or self._plans:
@@ -118,6 +157,8 @@ class InProcessEngine:
             match send.message:
                 case messages.StepPlan():
                     plans.append(send.message)
+                case messages.WantWave(wave=wave):
+                    self.wanted.append(wave)
                 case messages.OpenStream():
                     self._open(send.message)
                 case messages.StreamStep():

@@ -4,8 +4,8 @@ that has all of them run each plan.
     python -P tests/ranks.py
 
 is one of them. It reads pickled calls from its standard input: ("load", config, spec, rank, file
-of the group), which makes a new runner, or ("execute", plan). Each is answered on its standard
-output by (True, what came out) or (False, the traceback).
+of the group, engine), which makes a new runner, or ("execute", plan). Each is answered on its
+standard output by (True, what came out) or (False, the traceback).
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Ranks:
     def load(self, config: EngineConfig, spec: ModelSpec) -> RanksRunner:
         fd = os.memfd_create("ranks")
         path, size = f"/proc/{os.getpid()}/fd/{fd}", config.num_workers
+        replicas = range(config.data_parallel_size if config.lockstep else 1)
+        places = [(rank, path, engine) for engine in replicas for rank in range(size)]
         try:
-            loaded = self.call([("load", config, spec, rank, path) for rank in range(size)])
-            return RanksRunner(self, loaded, config.output_rank)
+            loaded = self.call([("load", config, spec, *place) for place in places])
+            return RanksRunner(self, loaded, config.output_rank, len(replicas))
         finally:
             os.close(fd)
 
@@ -61,12 +63,18 @@ class Ranks:
 
 
 class RanksRunner:
-    """A model runner of several ranks. `loaded` is what each says of itself."""
+    """A model runner of several ranks. `loaded` is what each says of itself. num_replicas: that
+    step together."""
 
     def __init__(
-        self, ranks: Ranks, loaded: list[tuple[WorkerReady, dict[str, Any]]], output_rank: int
+        self,
+        ranks: Ranks,
+        loaded: list[tuple[WorkerReady, dict[str, Any]]],
+        output_rank: int,
+        num_replicas: int,
     ) -> None:
         self._ranks, self._output_rank = ranks, output_rank
+        self._num_replicas = num_replicas
         self.loaded = loaded
 
     def load(self, progress: object) -> WorkerReady:
@@ -79,7 +87,17 @@ class RanksRunner:
         return Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        outputs = self._ranks.call([("execute", plan)] * len(self.loaded))
+        return self.execute_together([plan])[0]
+
+    def execute_together(self, plans: list[StepPlan]) -> list[StepOutput]:
+        """A step of each replica."""
+        assert len(plans) == self._num_replicas
+        size = len(self.loaded) // len(plans)
+        outputs = self._ranks.call([("execute", plan) for plan in plans for _ in range(size)])
+        return [self._output(outputs[i : i + size]) for i in range(0, len(outputs), size)]
+
+    def _output(self, outputs: list[StepOutput]) -> StepOutput:
+        """Of a replica."""
         *before, output = outputs[: self._output_rank + 1]
         assert not any(other.token_ids for other in before)  # of other stages
         assert all(o.token_ids == output.token_ids for o in outputs[self._output_rank :])
@@ -97,9 +115,9 @@ def main() -> None:
             return
         try:
             if call == "load":
-                *arguments, path = arguments
+                *arguments, path, engine = arguments
                 with open(path, "r+b") as file:
-                    runner = make_runner(*arguments, file.fileno())
+                    runner = make_runner(*arguments, file.fileno(), engine)
                     answer = runner.load(lambda *_: None), runner.details()
             else:
                 answer = runner.execute(*arguments)

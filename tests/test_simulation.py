@@ -10,11 +10,12 @@ import sys
 from collections import Counter
 
 import pytest
-from simulation import mutations, scenario, world
+from simulation import lockstep, mutations, scenario, world
 
 from ringcast.actors import topology
 
 NUM_SEEDS = 300
+NUM_LOCKSTEP_SEEDS = 200
 BATCHES = 10
 
 
@@ -32,6 +33,24 @@ def test_seeds(batch):
         run(seed)
 
 
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_lockstep_seeds(batch):
+    totals = Counter()
+    for seed in range(batch, NUM_LOCKSTEP_SEEDS, BATCHES):
+        try:
+            totals += Counter(lockstep.run(seed).counts)
+        except Exception as error:
+            error.add_note(f"seed {seed}; to see it: scripts/simulate --lockstep --seed {seed}")
+            raise
+    things = ("waves", "dummy_steps", "handed over", "overshoot_tokens", "deaths of all replicas")
+    assert min(totals[thing] for thing in (*things, "deaths of the coordinator")) > 3
+
+
+def test_lockstep_of_64():
+    counts = lockstep.run(0, replicas=64).counts
+    assert counts["dummy_steps"] > 1000
+
+
 def test_every_kind_of_thing_happens():
     """Nobody would notice if the seeds stopped to draw what they are for."""
     drawn = [scenario.draw(seed) for seed in range(NUM_SEEDS)]
@@ -43,6 +62,7 @@ def test_every_kind_of_thing_happens():
         assert {(kind, actor) for actor in (*actors, "coordinator.0")} <= faults
     assert {("kill", actor) for actor in replicas} <= faults
     assert {one.config.data_parallel_size for one in drawn} == {1, 2, 3, 4}
+    assert Counter(one.config.lockstep for one in drawn)[True] > 50
     assert {one.config.data_parallel_routing for one in drawn} == {"score", "prefix"}
     killed = {
         (topology.engine_of(fault.actor, one.counts), topology.rank_of(fault.actor, one.counts))
@@ -95,3 +115,11 @@ def test_without_mutations_nothing_is_found():
     """What `find` finds is the mutation, not something else that its seeds do."""
     harmless = mutations.Mutation("none", world.World, "run", lambda right: right, most=20)
     assert mutations.find(harmless) is None
+
+
+@pytest.mark.parametrize(
+    "mutation", mutations.LOCKSTEP_MUTATIONS, ids=lambda mutation: mutation.name
+)
+def test_mutations_of_waves_are_found(mutation):
+    found = mutations.find_in_lockstep(mutation)
+    assert found is not None, f"{mutation.name}: not found by {mutation.most} seeds"

@@ -24,7 +24,8 @@ At a flush all tokens and ends go out as one StreamStep, and steps are planned a
 scheduler runs ahead of them, and a sequence takes part although its newest token is not back
 (sequence.py). What ends a sequence may then be seen late: what steps in flight still sample for it
 is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step is out.
-One of several replicas reports its load, too (load.py).
+One of several replicas reports its load, too (load.py). Where replicas step together, plans are
+sent as waves.py says, and are empty when there is nothing to compute.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from .planner import Planner
 from .request import Request
 from .sequence import Sequence
 from .step import Step
+from .waves import Waves
 
 
 class SchedulerCore:
@@ -67,6 +69,7 @@ class SchedulerCore:
         self._is_alone = (
             config.data_parallel_size == 1 if has_coordinator is None else not has_coordinator
         )
+        self._waves = Waves(config.max_steps_in_flight) if config.lockstep else None
         self.kv = KVCache(
             config.block_size,
             config.enable_prefix_caching,
@@ -107,6 +110,9 @@ class SchedulerCore:
             messages.WorkerReady: self._worker_ready,
             messages.PeersGone: self._peers_gone,
         }
+        if self._waves is not None:
+            self._handlers[messages.StartWave] = self._waves.start
+            self._handlers[messages.AskWave] = self._waves.ask
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
         self._now = now
@@ -119,8 +125,11 @@ class SchedulerCore:
         return ()
 
     def flush(self, now: float) -> Series[Send]:
-        wanted = self._streams or self._pings
-        sends = self._plan(now) if wanted and self.ready else []
+        wanted, waves = bool(self._streams or self._pings), self._waves
+        sends = self._plan(now) if (wanted or waves is not None) and self.ready else []
+        if waves is not None:
+            wanted = bool(self._streams or self._pings)
+            sends += [Send(self._coordinator, word) for word in waves.words(wanted)]
         sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
         if not self._is_alone:
             running = len(self.planner.running)
@@ -150,7 +159,8 @@ class SchedulerCore:
         one; overshoot_tokens were sampled behind the end of their sequence: dropped when they came,
         or cut off by a stop string; ttft_seconds is from the arrival of requests to the first token
         of their choices, of which there were first_tokens; step_seconds is what the workers spent
-        on steps; the rest is in step_sizes.py.
+        on steps; waves and dummy_steps are of replicas that step together; the rest is in
+        step_sizes.py.
         """
         planner, pool = self.planner, self.kv.pool
         running = len(planner.running)
@@ -175,6 +185,7 @@ class SchedulerCore:
             "ttft_seconds": self._ttft_seconds,
             "first_tokens": self._num_first_tokens,
             **planner.step_sizes.statistics(),
+            **(self._waves.statistics() if self._waves is not None else {}),
         }
 
     def check(self) -> None:
@@ -199,18 +210,23 @@ class SchedulerCore:
         for sequence in (*planner.waiting, *held, *early):
             assert not sequence.block_ids, "it waits, and has blocks"
         assert len(in_flight) <= self._max_steps_in_flight
+        if self._waves is not None:
+            self._waves.check()
 
     def _plan(self, now: float) -> list[Send]:
-        in_flight, pings = self._in_flight, self._pings
+        in_flight, pings, waves = self._in_flight, self._pings, self._waves
         sends = []
-        while len(in_flight) < self._max_steps_in_flight:
+        while len(in_flight) < self._max_steps_in_flight and (waves is None or waves.may_send):
             number = self._num_steps
             oldest = next(iter(in_flight), number)
-            even_empty = bool(pings and not in_flight)
+            even_empty = waves is not None or bool(pings and not in_flight)
+            has_work = bool(self._streams or pings)
             planned = self.planner.plan(number, oldest, even_empty, now)
             if planned is None:
                 break
             step, removed = planned
+            if waves is not None:
+                step.wave = waves.send(has_work, is_dummy=not step.sequences)
             step.pings += pings
             pings.clear()
             in_flight[number] = step
@@ -387,6 +403,8 @@ class SchedulerCore:
         step = self._in_flight.pop(output.step, None)
         if step is None:
             return
+        if self._waves is not None:
+            self._waves.hear(output.any_work)
         self._step_seconds += output.seconds
         self._outbox.pings += step.pings
         kv = self.kv

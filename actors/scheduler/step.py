@@ -20,7 +20,7 @@ class Step:
 
     chunks: (sequence, num_computed after this step) of those that are not sampled, because a part
         of their known tokens is left for a later step.
-    pings: to be passed on when the step has ended.
+    pings: to be passed on when the step has ended. wave: of replicas that step together.
     """
 
     __slots__ = (
@@ -33,6 +33,7 @@ class Step:
         "number",
         "pings",
         "sequences",
+        "wave",
     )
 
     def __init__(self, number: int) -> None:
@@ -45,6 +46,7 @@ class Step:
         self.chunks: list[tuple[Sequence, int]] = []
         self.num_prefills = 0
         self.pings: list[messages.Ping] = []
+        self.wave: messages.WaveStep | None = None
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence, which has row and blocks for it, computes its next num_tokens tokens."""
@@ -86,4 +88,5 @@ class Step:
             copy_to=packed([target for _, target in self.copies]),
             rows=pack_rows(list(self.sequences)),
             num_tokens=packed(self.num_tokens) if self.num_prefills else _ONE * num_rows,
+            wave=self.wave,
         )

@@ -122,6 +122,21 @@ def _route(p, chunk, chunks):
 route_kernel = Kernel(_route, "rows logits experts weights num stride chosen renormalize")
 
 
+def _pad(p, chunk, chunks):
+    a = carray(p, 1)[0]
+    rows = carray(pointer(a.rows, _I64), (1,))[0]
+    tokens = carray(pointer(a.tokens, _I64), (a.replicas,))
+    for row in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
+        if row // a.replicas >= tokens[row % a.replicas]:
+            experts = carray(pointer(a.experts + row * a.chosen * 4, _I32), (a.chosen,))
+            experts[:] = -1
+
+
+# Row t of each of `replicas` after row t - 1 of each: experts int32 [T, chosen] becomes -1, which
+# is nobody's, in what is beyond a replica's own tokens, int64 [replicas].
+pad_kernel = Kernel(_pad, "rows experts tokens replicas chosen")
+
+
 def _dispatch(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, _I64), (1,))[0]

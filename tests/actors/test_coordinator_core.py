@@ -3,7 +3,7 @@
 from ringcast.actors.coordinator_core import CoordinatorCore
 from ringcast.actors.core import PeerAdded, PeerLost
 from ringcast.mq import codec
-from ringcast.mq.messages import Load
+from ringcast.mq.messages import AskWave, Load, StartWave, WantWave
 
 
 def counts(send):
@@ -55,6 +55,37 @@ def test_a_new_client_has_nothing_anywhere():
     first, second = core.flush(1.0)
     assert counts(first)[2] == [0]
     assert counts(second)[2] == [1]
+
+
+def test_a_wave_is_started_once_for_all_that_want_it():
+    core = CoordinatorCore(3, lockstep=True)
+    asked = core.flush(1.0)
+    assert [send.to for send in asked] == ["scheduler.0", "scheduler.1", "scheduler.2"]
+    assert {send.message for send in asked} == {AskWave()}
+    assert core.due is None
+    started = core.handle("scheduler.1", WantWave(4), 1.0)
+    assert [(send.to, send.message) for send in started] == [
+        (f"scheduler.{engine}", StartWave(4)) for engine in range(3)
+    ]
+    assert not core.handle("scheduler.2", WantWave(4), 1.0)
+    assert core.handle("scheduler.2", WantWave(5), 1.1)
+
+
+def test_after_a_death_waves_begin_anew():
+    core = CoordinatorCore(2, lockstep=True)
+    core.flush(1.0)
+    core.handle("scheduler.1", WantWave(1), 1.0)
+    for engine in range(2):
+        core.handle(f"scheduler.{engine}", PeerLost(), 2.0)
+    assert AskWave() in [send.message for send in core.flush(2.0)]
+    assert len(core.handle("scheduler.0", WantWave(1), 3.0)) == 2
+
+
+def test_replicas_that_do_not_step_together_are_asked_nothing():
+    core = CoordinatorCore(2)
+    assert core.due is None
+    core.handle("scheduler.0", PeerLost(), 1.0)
+    assert [send.to for send in core.flush(1.0)] == ["client.0"]
 
 
 def test_a_new_replica_is_unknown_until_it_says_something():

@@ -72,3 +72,16 @@ def test_everybody_else_talks_to_every_replica():
         for other in ("detokenizer.0", "coordinator.0"):
             assert f"{scheduler}>{other}" in names
     assert "coordinator.0>client.0" in names
+
+
+def test_replicas_that_step_together_are_one_unit():
+    engine = EngineConfig(device="fake", data_parallel_size=2, enable_expert_parallel=True)
+    counts = topology.counts_of(engine)
+    units = topology.units(counts)
+    together = ("worker.0", "worker.1", "scheduler.0", "scheduler.1")
+    assert {name for name, actors in units.items() if set(actors) & set(together)} == {"engine.0"}
+    assert units["engine.0"] == together
+    started = {c.name for c in topology.channels(counts) if c.writer == "coordinator.0"}
+    assert {"coordinator.0>scheduler.0", "coordinator.0>scheduler.1"} < started
+    apart = topology.counts_of(EngineConfig(device="fake", data_parallel_size=2))
+    assert not [c for c in topology.channels(apart) if c.name == "coordinator.0>scheduler.0"]

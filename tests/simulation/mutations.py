@@ -19,15 +19,15 @@ from unittest import mock
 
 import msgspec
 
-from ringcast.actors import elastic, lifecycle
+from ringcast.actors import coordinator_core, elastic, lifecycle
 from ringcast.actors.core import PeerLost
 from ringcast.actors.scheduler import core as scheduler_core
-from ringcast.actors.scheduler import kv_cache, planner
+from ringcast.actors.scheduler import kv_cache, planner, waves
 from ringcast.actors.text import detokenizer_core, event_renderer, text_stream, tokenizer_core
 from ringcast.frontend import client, handle, takeover
 from ringcast.mq import messages
 
-from . import world
+from . import lockstep, world
 
 Function = Callable[..., Any]
 _CRASHES = ("crashes", "storm", "poison and crashes")
@@ -64,6 +64,17 @@ def find(mutation: Mutation) -> tuple[int, int] | None:
                 except Exception:
                     return seed, tried
             seed += 1
+    return None
+
+
+def find_in_lockstep(mutation: Mutation) -> int | None:
+    """The first seed of replicas that step together that finds it; None if none does."""
+    with mutation.applied():
+        for seed in range(mutation.most):
+            try:
+                lockstep.run(seed)
+            except Exception:
+                return seed
     return None
 
 
@@ -250,6 +261,51 @@ def _no_waiting(right: Function) -> Function:
     return may
 
 
+def _only_while_paused(right: Function) -> Function:
+    def start(self: Any, message: Any) -> None:
+        if self.paused:
+            right(self, message)
+
+    return start
+
+
+def _ends_by_itself(right: Function) -> Function:
+    """Who has sent many dummy steps takes it that nobody has work."""
+
+    def hear(self: Any, any_work: bool) -> None:
+        right(self, any_work and self.dummy_steps % 8 < 7)
+
+    return hear
+
+
+def _one_more(right: Function) -> Function:
+    """A replica sends a step more than the others when its wave ends."""
+
+    def hear(self: Any, any_work: bool) -> None:
+        before = self._ends
+        right(self, any_work)
+        if self._ends and not before and self.dummy_steps % 2:
+            self._may += 1
+
+    return hear
+
+
+def _kept_wave(right: Function) -> Function:
+    def lose(self: Any, engine: int) -> None:
+        started = self._started
+        right(self, engine)
+        self._started, self._asks = started, False
+
+    return lose
+
+
+def _any_wave(right: Function) -> Function:
+    def start(self: Any, message: Any) -> None:
+        right(self, messages.StartWave(self._known + 1))
+
+    return start
+
+
 _SCHEDULER = scheduler_core.SchedulerCore
 _DETOKENIZER = detokenizer_core.DetokenizerCore
 _TOKENIZER = tokenizer_core.TokenizerCore
@@ -276,8 +332,8 @@ MUTATIONS = [
     Mutation(
         "a replica's death is everybody's",
         takeover,
-        "_engine",
-        lambda right: lambda names: None,
+        "_engines",
+        lambda right: lambda names: [],
         _CRASHES,
     ),
     Mutation("pings go to one replica", _TOKENIZER, "handle", _to_first(messages.Ping)),
@@ -312,5 +368,21 @@ MUTATIONS = [
     ),
     Mutation(
         "newcomers aren't told", lifecycle.Lifecycle, "_bring_up_to_date", _nothing, _CRASHES, 300
+    ),
+]
+
+_WAVES = waves.Waves
+
+LOCKSTEP_MUTATIONS = [
+    Mutation("who is in a wave hears of no other", _WAVES, "start", _only_while_paused, most=100),
+    Mutation("every word starts a wave", _WAVES, "start", _any_wave),
+    Mutation("a replica ends a wave by itself", _WAVES, "hear", _ends_by_itself),
+    Mutation("a replica sends one plan more", _WAVES, "hear", _one_more),
+    Mutation("a new coordinator isn't answered", _WAVES, "ask", _nothing, most=100),
+    Mutation(
+        "the coordinator keeps a dead one's wave",
+        coordinator_core.CoordinatorCore,
+        "_lose",
+        _kept_wave,
     ),
 ]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ringcast.actors import topology
 from ringcast.actors.coordinator_core import CoordinatorCore
 from ringcast.actors.core import Core, PeerAdded, PeerLost, Send
@@ -24,6 +26,7 @@ from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.tokenizer_core import TokenizerCore
 from ringcast.executor.fake_runner import FakeModelRunner
+from ringcast.executor.lockstep import check_places
 from ringcast.frontend.client import EngineClient
 from ringcast.mq import codec, messages, supervision
 from ringcast.mq.errors import EngineDeadError
@@ -268,7 +271,11 @@ class CoreNode(Node):
                 self.core = TokenizerCore(spec, tokenizer, replicas, clock=lambda: today)
             case "coordinator":
                 counts = world.graph
-                self.core = CoordinatorCore(counts["scheduler"], counts["client"])
+                lockstep = world.scenario.config.lockstep
+                self.core = core = CoordinatorCore(
+                    counts["scheduler"], counts["client"], lockstep=lockstep
+                )
+                self._set_timer(core)
             case "scheduler":
                 config = world.scenario.config
                 self.core = SchedulerCore(
@@ -317,11 +324,15 @@ class CoreNode(Node):
 class WorkerNode(Node):
     """A worker with the fake runner. Poisonous prompts kill the one that answers, before it does.
 
-    killers: the requests of which it died.
+    killers: the requests of which it died. place: in the meeting of replicas that step together,
+    where it waits for the others.
     """
 
     def __init__(self, world: World, name: str, generation: int) -> None:
         self.killers: list[str] = []
+        self.place: tuple[int, int, int] | None = None
+        self._num_meetings = 0
+        self._any_work = False
         super().__init__(world, name, generation)
 
     def _make(self) -> None:
@@ -329,6 +340,8 @@ class WorkerNode(Node):
         rank = topology.rank_of(self.name, self.world.scenario.counts)
         self._answers = rank == config.output_rank
         self._runner = FakeModelRunner(config, self.world.scenario.spec, rank)
+        if config.lockstep:
+            self._runner.meet = lambda place, tokens: self._any_work
         self._poisonous: dict[int, tuple[str, list[int]]] = {}
         self._first = [self._runner.load(lambda *_: None)]
 
@@ -348,11 +361,29 @@ class WorkerNode(Node):
         if self.killers:
             self.die("killed by what it computed")
             return
+        if plan.wave is not None:
+            yield from self._meet(plan.wave)
         output = self._runner.execute(plan)
         if self._answers:
             yield from self._answer(output)
         inbound.commit()
         self.world.wake((inbound.source,))
+
+    def _meet(self, wave: messages.WaveStep) -> Job:
+        """Wait until the workers of all replicas have come."""
+        self._any_work = wave.has_work
+        self.place = (self._num_meetings, wave.wave, wave.step)
+        nodes = self.world.supervisor.nodes.values()
+        workers = [node for node in nodes if isinstance(node, WorkerNode)]
+        if all(worker.place is not None and worker.state == "ready" for worker in workers):
+            check_places(np.array([worker.place for worker in workers], np.int32))
+            any_work = any(worker._any_work for worker in workers)
+            for worker in workers:
+                worker.place, worker._any_work = None, any_work
+                worker._num_meetings += 1
+                worker.wake()
+        while self.place is not None:
+            yield None
 
     def _answer(self, message: Any) -> Job:
         (outbox,) = self.outboxes.values()

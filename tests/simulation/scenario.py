@@ -120,13 +120,18 @@ def draw(seed: int) -> Scenario:
     config = EngineConfig(
         device="fake",
         data_parallel_size=(size := replicas.choice([1, 1, 2, 3, 4])),
+        enable_expert_parallel=(
+            together := size > 1 and random.Random(f"{seed} lockstep").random() < 0.4
+        ),
         block_size=block_size,
         num_gpu_blocks_override=(rng.choice([48, 64]) if tight else 400) // block_size + 1,
         max_num_seqs=rng.choice([2, 4, 8]),
         max_num_batched_tokens=rng.choice([5, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 4]),
         max_steps_in_flight=rng.choice([1, 2, 3]),
-        pipeline_parallel_size=random.Random(f"{seed} stages").choice([1, 1, 1, 2, 3]),
+        pipeline_parallel_size=random.Random(f"{seed} stages").choice([1, 1, 1, 2, 3])
+        if not together
+        else 1,
         scheduling_policy="fcfs" if seed % 2 else "priority",
         enable_prefix_caching=(caching := rng.random() < 0.8),
         data_parallel_routing=replicas.choice(["score", "prefix"])
@@ -171,7 +176,8 @@ def draw(seed: int) -> Scenario:
         for wish in rng.sample(scenario.wishes, rng.choice([1, 1, 2])):
             _poison(rng, wish)
     scenario.faults = [_spread(replicas, scenario, fault) for fault in _faults(rng, scenario)]
-    _scale(random.Random(f"{seed} scales"), scenario)
+    if not config.lockstep:  # those are not scaled
+        _scale(random.Random(f"{seed} scales"), scenario)
     if config.scheduling_policy == "priority":
         for wish in scenario.wishes:
             wish.priority = rng.choice([-1, 0, 0, 7])
