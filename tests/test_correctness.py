@@ -17,7 +17,7 @@ from ringcast.mq.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 TIE = 1e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SHARED = "You are a careful assistant who answers in plain words and short sentences. "

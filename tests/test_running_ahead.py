@@ -83,7 +83,7 @@ def run(engine: InProcessEngine, seed: int) -> set[str]:
     ids=str,
 )
 def test_every_depth_gives_the_same_tokens(folder: Path, options: dict[str, Any]) -> None:
-    for seed in range(2):
+    for seed in (0, 2):  # in both some stop where steps behind them are in flight
         engines = [make_engine(folder, max_steps_in_flight=n, **options) for n in (1, 2, 3)]
         aborted, *_ = [run(engine, seed) for engine in engines]
         first, *others = engines
