@@ -30,6 +30,7 @@ from ..mq.messages import WaveStep
 from .parallel import Alone, Group, HostGroup, map_memory
 
 _NO_WAVE = WaveStep(0, 0, False)  # of the steps that warm up
+_MASK = (1 << 31) - 1  # what fits of a number that grows for months
 
 
 class Meeting(NamedTuple):
@@ -79,7 +80,8 @@ class Replicas:
         different steps.
         """
         place = place or _NO_WAVE
-        said = (self.meetings, place.wave, place.step, place.has_work, num_tokens)
+        numbers = (number & _MASK for number in (self.meetings, place.wave, place.step))
+        said = (*numbers, place.has_work, num_tokens)
         heard = self.all.all_gather(np.array(said, np.int32))[:: self._ranks]
         check_places(heard[:, :3])
         self.meetings += 1
