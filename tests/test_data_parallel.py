@@ -37,7 +37,7 @@ def text_of(server, body, begun):
     return text
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_death_of_a_replica_costs_nothing(model, stages):
     """Its own requests go on at the other, and the other's don't even begin again."""
     sizes = ("-dp", "2", "-pp", str(stages))
@@ -70,7 +70,7 @@ def test_the_death_of_a_replica_costs_nothing(model, stages):
         until(lambda: server.statistics()["scheduler.0.free_blocks"] == 127)
 
 
-@pytest.mark.parametrize("transport", ["ring", "zmq"])
+@pytest.mark.parametrize("transport", ["ring", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_every_replica_works_and_a_lost_coordinator_is_not_missed(model, transport):
     options = {"device": "fake", "load_format": "dummy", "transport": transport}
     spec = resolve_model(EngineConfig(model=str(model), load_format="dummy"))

@@ -241,7 +241,7 @@ def test_without_restarts_any_death_ends_everything(model, victim):
         assert all(gone(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("transport", ["ring", "zmq"])
+@pytest.mark.parametrize("transport", ["ring", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_an_llm_goes_on_after_every_death(model, transport, monkeypatch):
     monkeypatch.setenv("RINGCAST_FAKE_STEP_SECONDS", "0.01")
     spec = resolve_model(EngineConfig(model=str(model), load_format="dummy"))

@@ -110,6 +110,7 @@ def test_a_prompt_of_three_windows_frees_what_they_passed(engine, tokenizer, ref
     assert max(used) < 6 * whole * 0.8
 
 
+@pytest.mark.slow
 def test_served_as_a_base_model():
     with serve(MODEL, "--max-model-len", "1024") as server:
         body = {"model": MODEL, "temperature": 0, "max_tokens": 6}

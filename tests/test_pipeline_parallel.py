@@ -27,9 +27,10 @@ from ringcast import SamplingParams
 from ringcast.mq.config import EngineConfig, build
 
 # (ranks of a stage, stages). All models have three layers.
-SLOW = [(name, shape) for name in MODELS for shape in ((1, 3), (2, 2), (2, 3))]
-FAST = [(name, (1, 2)) for name in MODELS] + [("gemma3", (1, 3)), ("qwen3", (2, 2))]
-CASES = FAST + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW if c not in FAST]
+SHAPES = ((1, 2), (1, 3), (2, 2), (2, 3))
+FAST = [("llama tied", (1, 2)), ("mistral", (1, 2)), ("gemma3", (1, 3)), ("qwen3", (2, 2))]
+SLOW = [(name, shape) for name in MODELS for shape in SHAPES if (name, shape) not in FAST]
+CASES = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.fixture(scope="module")

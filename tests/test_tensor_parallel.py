@@ -86,7 +86,7 @@ def reference(spec_of, prompts):
     return run
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
     one, greedy, seeded = reference(name)
@@ -101,7 +101,7 @@ def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
     several.scheduler.check()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_split_and_dealt(spec_of, engine, reference, prompts, name, size):
     one, greedy, _ = reference(name)

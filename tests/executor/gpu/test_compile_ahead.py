@@ -53,6 +53,7 @@ def test_a_server_compiles_and_triton_finds_what_it_has_made(tmp_path):
     assert error.startswith("bad: CompilationError: ")
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_dies_ends_what_it_has_started(tmp_path):
     order = json.dumps(launchless("order", tmp_path)).encode()
     env = environment(tmp_path) | compile_ahead.ENVIRONMENT
