@@ -147,7 +147,8 @@ def test_the_same_bits(folder: Callable[[str], Path], precision: str, model: str
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_default_model(dtype: str) -> None:
     prompts = [[*range(1000 + 50 * n, 1028 + 50 * n + n % 4)] for n in range(14)]
     sampling = ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "top_p": 0.95})

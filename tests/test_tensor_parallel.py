@@ -185,6 +185,7 @@ def read(server, body, on_event=lambda count: None):
     return [json.loads(event)["choices"][0] for event in events[:-1]]
 
 
+@pytest.mark.slow
 def test_a_ranks_death_is_a_pause(model):
     """Of a stream, of which no token is lost or repeated."""
     with serve(model, *OPTIONS, "-tp", "2", "--max-num-seqs", "8") as server:
