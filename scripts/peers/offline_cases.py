@@ -2,7 +2,7 @@
 worker says of it.
 
 offline256 is nano-vllm's benchmark: 256 prompts and outputs, lengths uniform in 100 to 1,024
-(142,827 tokens in, 133,966 out).
+(142,827 tokens in, 133,966 out). offline512 is two of it, with other tokens in the second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """max_tokens: of each prompt. rounds: how often it is measured, after one round that isn't."""
+    """max_tokens: of each prompt. rounds: how often it is measured, after one round that isn't.
+    usual: done without being asked for.
+    """
 
     name: str
     prompts: list[list[int]]
@@ -24,6 +26,7 @@ class Case(NamedTuple):
     temperature: float
     rounds: int
     warm: bool = True
+    usual: bool = True
 
     @property
     def num_in(self) -> int:
@@ -35,10 +38,11 @@ class Case(NamedTuple):
 
 
 def cases(names: list[str]) -> list[Case]:
-    """Those named, in this order; all for an empty list."""
+    """Those named, in this order; all usual ones for an empty list."""
     rng = random.Random(0)
     mixed = [_ids(rng, rng.randint(100, 1024)) for _ in range(256)]
     lengths = [rng.randint(100, 1024) for _ in range(256)]
+    second = [_ids(rng, len(prompt)) for prompt in mixed]
     rng = random.Random(1)
     all_cases = [
         *(_fixed(f"batch {n}", rng, n, 32, 128, rounds=3) for n in (1, 8, 64)),
@@ -46,19 +50,31 @@ def cases(names: list[str]) -> list[Case]:
         _fixed("batch 256 at 736", rng, 256, 736, 128, rounds=2),
         _fixed("prefill 32 x 2,048", rng, 32, 2048, 1, rounds=3),
         Case("offline256", mixed, lengths, 0.6, rounds=2, warm=False),
+        Case("offline512", mixed + second, lengths * 2, 0.6, rounds=2, warm=False, usual=False),
+        _fixed("batch 256 at 636, first token", rng, 256, 636, 1, rounds=2, usual=False),
+        _fixed("batch 256 at 636", rng, 256, 636, 128, rounds=2, usual=False),
     ]
     unknown = set(names) - {case.name for case in all_cases}
     if unknown:
         raise SystemExit(f"no case {unknown}; there are {[case.name for case in all_cases]}")
-    return [case for case in all_cases if not names or case.name in names]
+    return [case for case in all_cases if (case.name in names if names else case.usual)]
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randint(0, 10000) for _ in range(count)]
 
 
-def _fixed(name: str, rng: random.Random, n: int, num_in: int, num_out: int, rounds: int) -> Case:
-    return Case(name, [_ids(rng, num_in) for _ in range(n)], [num_out] * n, 0.0, rounds)
+def _fixed(
+    name: str,
+    rng: random.Random,
+    n: int,
+    num_in: int,
+    num_out: int,
+    rounds: int,
+    usual: bool = True,
+) -> Case:
+    prompts = [_ids(rng, num_in) for _ in range(n)]
+    return Case(name, prompts, [num_out] * n, 0.0, rounds, usual=usual)
 
 
 def measure(generate: Callable[[list[list[int]], list[int], float], int], names: list[str]) -> None:
