@@ -4,7 +4,7 @@
 Dense products are those of linears.py, all else is kernels/gpu/. Queries, keys and values are one
 product, and so are gate and up. Every buffer is made once, so that a step can be captured in a
 graph. A step of one token has a way of its own, which is five launches a layer, where all linear
-layers have it (kernels/gpu/few_linear.py). In decode steps of a few more, products of 16 bits that
+layers have it (kernels/gpu/few_linear.py). In decode steps of more, products of 16 bits that
 are faster than cuBLAS's bring their activation or the residual add with them
 (kernels/gpu/batch_linear.py).
 
@@ -45,7 +45,7 @@ from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
 from .schemes import Scheme
 from .weight_reader import Layer, WeightReader
 
-MOST_FEW = 128  # tokens of a step whose products may be batch_linear's
+MOST_FEW = 512  # tokens of a step whose products may be batch_linear's
 
 
 class Work(NamedTuple):
@@ -348,7 +348,8 @@ class GpuDecoder:
         """By batch_linear, where it was measured to be faster; False where cuBLAS is to do it."""
         if not work.is_few or not isinstance(linear, Linear):
             return False
-        config = configuration(*linear.weight_NK.shape, activation is not None, len(x_TK))
+        gated, itemsize = activation is not None, x_TK.element_size()
+        config = configuration(*linear.weight_NK.shape, gated, len(x_TK), itemsize)
         if config is None:
             return False
         batch_linear(

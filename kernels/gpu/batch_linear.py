@@ -24,6 +24,7 @@ import triton.language as tl
 
 from .activation import activate, activated, check_kind
 from .batch_linear_table import MOST_SPLITS, Config, configuration, rule
+from .tile_linear import launch_tile_linear
 
 LINE_BYTES = 128
 # Float32 elements of scratch for split launches, at most. A weight of many rows isn't split.
@@ -94,11 +95,24 @@ def batch_linear(
     rows, inputs = weight_NK.shape
     tokens, gated = x_TK.shape[0], activation is not None
     _check(x_TK, weight_NK, out_TN, bias_N, activation, add_to_TN)
-    chosen = config or configuration(rows, inputs, gated, tokens)
-    chosen = chosen or rule(rows, inputs, gated, tokens, x_TK.element_size())
+    how = (rows, inputs, gated, tokens, x_TK.element_size())
+    chosen = config or configuration(*how) or rule(*how)
     token_tiles = triton.cdiv(tokens, chosen.tokens)
     tiles = triton.cdiv(rows, chosen.rows) * token_tiles
     _check_scratch(scratch, chosen, tiles)
+    if chosen.tma:
+        launch_tile_linear(
+            x_TK,
+            weight_NK,
+            out_TN,
+            *scratch,
+            bias_N,
+            activation,
+            add_to_TN,
+            chosen,
+            pdl,
+        )
+        return
     _batch_linear_kernel[(tiles * chosen.splits,)](
         x_TK,
         weight_NK,
@@ -184,9 +198,10 @@ def _check_scratch(scratch: BatchLinearScratch, config: Config, tiles: int) -> N
     if config.splits == 1:
         return
     needed = tiles * config.splits * config.rows * config.tokens
-    if needed > len(scratch.parts) or tiles > len(scratch.counters):
+    words = tiles * (2 if config.tma else 1)
+    if needed > len(scratch.parts) or words > len(scratch.counters):
         raise ValueError(
-            f"{config} needs {needed} elements and {tiles} counters of scratch, "
+            f"{config} needs {needed} elements and {words} counters of scratch, "
             f"which has {len(scratch.parts)} and {len(scratch.counters)}"
         )
 

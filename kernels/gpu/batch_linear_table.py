@@ -5,7 +5,10 @@ A program takes `rows` rows of the weight (of a gated activation: half of them g
 `stages` blocks in flight. `prefetch` blocks of the weight are asked into the L2 cache before the
 kernel ahead has ended. With one stage a split is one block, and all of its weight is in shared
 memory by then. `swap` gives the weight to the tensor core as the left operand, whose 64 rows it
-then fills however few the tokens are; without, the tokens are the left operand.
+then fills however few the tokens are; without, the tokens are the left operand. `tma` is the kernel
+of tile_linear.py, whose splits are a power of two.
+
+TUNED is what `scripts/tune dense` writes.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ class Config(NamedTuple):
     stages: int
     prefetch: int
     swap: bool
+    tma: bool = False
 
 
 # (rows of the weight, inputs, gated) -> {tokens: configuration}, where it beats cuBLAS by more than
-# 3 % in scripts/gpu_bench/batch_linear.py on an H200. None: cuBLAS was as good at so many tokens.
+# 3 % in `scripts/tune dense` on an H200. None: cuBLAS was as good at so many tokens.
 TUNED: dict[tuple[int, int, bool], dict[int, Config | None]] = {
     (4096, 1024, False): {
         2: Config(64, 16, 512, 2, 8, 1, 0, True),
@@ -125,13 +129,16 @@ TUNED: dict[tuple[int, int, bool], dict[int, Config | None]] = {
 }
 
 
-def configuration(rows: int, inputs: int, gated: bool, tokens: int) -> Config | None:
+def configuration(
+    rows: int, inputs: int, gated: bool, tokens: int, itemsize: int = 2
+) -> Config | None:
     """That of the next number of tokens measured for this shape; None: take cuBLAS.
 
     Shapes that weren't measured are left to cuBLAS: whether a product beats it hangs on how it
     happens to cut that shape, which no rule here foretells.
     """
-    measured = TUNED.get((rows, inputs, gated), {})
+    # What was measured is 16 bits; wider elements may not fit into shared memory.
+    measured = TUNED.get((rows, inputs, gated), {}) if itemsize == 2 else {}
     return measured.get(min((t for t in measured if t >= tokens), default=0))
 
 

@@ -9,7 +9,8 @@ in a decode step. They take turns at enough copies of the weight that the L2 cac
 The floor is the time to read the weight once. torch's column is its linear alone, without the norm,
 activation or addition that few_linear does besides.
 
-The last lines are entries for TUNED in kernels/gpu/few_linear_table.py.
+The last lines are entries for TUNED in kernels/gpu/few_linear_table.py, where `scripts/tune few`
+writes them.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class Bench:
         return statistics.median(taken)
 
 
-def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[str], str | None]:
-    """A row of the table, and an entry for TUNED if one is worth it."""
+def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[str], Config | None]:
+    """A row of the report, and what is worth an entry in TUNED."""
     bench = Bench(shape, getattr(torch, options.dtype), not options.no_pdl)
     configs = list(candidates(shape))
     # Most of compiling holds no lock. Each thread takes up the CUDA context first.
@@ -160,7 +161,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> tuple[list[str], str |
     ]
     if times[best] > (1 - NOISE) * times[by_rule]:
         return row, None
-    return row, f"    ({shape.rows}, {shape.inputs}, {shape.gated}): Config{tuple(best)},"
+    return row, best
 
 
 def main() -> None:
@@ -187,7 +188,8 @@ def main() -> None:
         row, entry = measure(shape, options)
         print(f"| {' | '.join(row)} |", flush=True)
         if entry:
-            entries.append(entry)
+            key = (shape.rows, shape.inputs, shape.gated)
+            entries.append(f"    {key}: Config{tuple(entry)},")
     print("\n".join(["", *entries]) if entries else "\nThe rule is as good as anything tried.")
 
 

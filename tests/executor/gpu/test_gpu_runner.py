@@ -4,6 +4,7 @@ under Triton's interpreter where there is no device.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,12 +36,21 @@ def test_every_kernel(name, pair):
     assert [len(s.known[row]) for row in (0, 3)] == [11, 18]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("which", ["all", "updates", "others"])
-def test_products_of_few_tokens(name, which, pair, monkeypatch):
-    """As if they had been measured to be faster: all, those that are added, the others."""
+TILE = batch_linear_table.Config(32, 16, 32, 1, 4, 2, 1, swap=False, tma=True)
 
-    def configuration(rows, inputs, gated, tokens):
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [*itertools.product(MODELS, ["all", "updates", "others"]), ("qwen3", "tiles")],
+)
+def test_products_of_few_tokens(name, which, pair, monkeypatch):
+    """As if they had been measured to be faster: all, those that are added, the others; and all by
+    the other kernel.
+    """
+
+    def configuration(rows, inputs, gated, tokens, itemsize):
+        if which == "tiles":
+            return TILE
         chosen = which == "all" or (which == "updates") == (rows == 32)
         return batch_linear_table.rule(rows, inputs, gated, tokens, 4) if chosen else None
 

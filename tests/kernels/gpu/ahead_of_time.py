@@ -16,9 +16,20 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringcast.kernels.gpu import (
+    batch_linear,
+    batch_linear_table,
+    expert_routing,
+    experts,
+    few_linear,
+    fp8_linear,
+    int4_linear,
+    rope,
+    tile_linear,
+)
 from ringcast.kernels.gpu import decode_attention as decode
-from ringcast.kernels.gpu import expert_routing, experts, few_linear, fp8_linear, int4_linear, rope
 from ringcast.kernels.gpu import fused_decode_attention as fused
 from ringcast.kernels.gpu import prefill_attention as prefill
 
@@ -54,7 +65,11 @@ class Compiler:
             if parameter.is_constexpr or value is None:
                 signature[kind], constants[(place,)] = "constexpr", value
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorDescriptor):
+                size = ", ".join(map(str, value.block_shape))
+                signature[kind] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{size}]>"
+                aligned = False
+            elif isinstance(value, torch.Tensor):
                 signature[kind] = TYPES[value.dtype]
             else:
                 signature[kind] = "fp32" if isinstance(value, float) else "i32"
@@ -123,6 +138,21 @@ def compile_linears(outputs: int, inputs: int, group: int, dtype: torch.dtype) -
         few_linear.few_linear(x[:1], w, out[:1, :size], **how)
 
 
+def compile_tiles() -> None:
+    """Products by descriptors: tiles that wait for their other splits, and gated ones."""
+    tile_linear._multiprocessors = lambda device: 132
+    x, up, down, q = (torch.zeros(n, 1024, dtype=BF16) for n in (256, 6144, 4096, 1024))
+    inner, scratch = x.repeat(1, 3), batch_linear.batch_linear_scratch(256, 4096, "cpu")
+    config = batch_linear_table.Config(128, 128, 64, 1, 8, 3, 4, swap=False, tma=True)
+    how = {"activation": "silu", "config": config, "pdl": True}
+    batch_linear.batch_linear(x, up, inner, scratch, **how)
+    for changes in ({"splits": 4}, {"rows": 64, "tokens": 256, "splits": 2, "swap": True}):
+        how = {"add_to_TN": x, "config": config._replace(**changes), "pdl": True}
+        batch_linear.batch_linear(x.clone(), q, x, scratch, **how)
+    config = batch_linear_table.Config(256, 64, 64, 8, 8, 4, 2, swap=True, tma=True)
+    batch_linear.batch_linear(x[:64], down, x.repeat(1, 4)[:64], scratch, config=config)
+
+
 def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     """All of a mixture's launches, by each plan."""
     gate_up = torch.zeros(num, 2 * inner, hidden, dtype=dtype, device="meta")
@@ -148,8 +178,8 @@ def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch
 
 
 if __name__ == "__main__":
-    mixtures = (experts, expert_routing)
-    for module in (decode, fused, prefill, rope, int4_linear, fp8_linear, few_linear, *mixtures):
+    products = (int4_linear, fp8_linear, few_linear, tile_linear)
+    for module in (decode, fused, prefill, rope, experts, expert_routing, *products):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 setattr(module, name, Compiler(getattr(module, name)))
@@ -158,6 +188,7 @@ if __name__ == "__main__":
         compile_attention(heads=9, kv_heads=3, size=64, window=0, block_size=16, cache=cache)
         compile_attention(heads=4, kv_heads=1, size=256, window=512, block_size=64, cache=cache)
     compile_experts(num=128, chosen=8, hidden=2048, inner=768, dtype=BF16)
+    compile_tiles()
     for dtype in (BF16, torch.float16):
         compile_linears(6144, 4096, 128, dtype)
         compile_linears(960, 576, 32, dtype)
