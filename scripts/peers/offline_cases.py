@@ -46,13 +46,14 @@ def cases(names: list[str]) -> list[Case]:
     rng = random.Random(1)
     all_cases = [
         *(_fixed(f"batch {n}", rng, n, 32, 128, rounds=3) for n in (1, 8, 64)),
-        _fixed("batch 256 at 736, first token", rng, 256, 736, 1, rounds=2),
-        _fixed("batch 256 at 736", rng, 256, 736, 128, rounds=2),
+        *(_fixed(f"batch 256 of 672, {n} out", rng, 256, 672, n, rounds=2) for n in (64, 192)),
         _fixed("prefill 32 x 2,048", rng, 32, 2048, 1, rounds=3),
         Case("offline256", mixed, lengths, 0.6, rounds=2, warm=False),
         Case("offline512", mixed + second, lengths * 2, 0.6, rounds=2, warm=False, usual=False),
-        _fixed("batch 256 at 636, first token", rng, 256, 636, 1, rounds=2, usual=False),
-        _fixed("batch 256 at 636", rng, 256, 636, 128, rounds=2, usual=False),
+        *(
+            _fixed(f"batch 256 of 572, {n} out", rng, 256, 572, n, rounds=2, usual=False)
+            for n in (64, 192)
+        ),
     ]
     unknown = set(names) - {case.name for case in all_cases}
     if unknown:

@@ -50,8 +50,8 @@ def test_figures_from_seconds() -> None:
 
     seconds = {
         "batch 64": [(0.256, 2048, 8192), (0.128, 2048, 8192)],
-        "batch 256 at 736, first token": [(1.0, 188416, 256)],
-        "batch 256 at 736": [(2.27, 188416, 32768)],
+        "batch 256 of 672, 64 out": [(1.0, 172032, 16384)],
+        "batch 256 of 672, 192 out": [(2.28, 172032, 49152)],
         "prefill 32 x 2,048": [(0.5, 65536, 32)],
     }
     got = {figure.name: figure.read(seconds) for figure in offline_figures.figures()}

@@ -20,7 +20,7 @@ LARGE = [
     Config(128, 128, 64, 4, 8, 3, 4, False, True),
     Config(64, 256, 64, 2, 8, 3, 0, False, True),
     Config(256, 64, 64, 8, 8, 4, 4, True, True),
-    Config(64, 64, 128, 16, 4, 3, 16, True, True),
+    Config(64, 64, 128, 8, 4, 3, 16, True, True),
 ]
 
 
