@@ -42,6 +42,7 @@ COUNTS = {64: 2000, 4096: 2000, 1 << 18: 400, 1 << 22: 50}  # messages in a roun
 PACED_COUNTS = {64: 400, 4096: 400, 1 << 18: 100, 1 << 22: 30}
 PAUSE = 0.0005
 READERS = (1, 2, 4, 8)
+STEP_SIZE = 4096
 BROADCASTERS = ("ring", "spin", "bell", "zmq", "pyzmq", "vllm")
 
 Job = dict[str, Any]
@@ -116,6 +117,10 @@ def jobs(quick: bool) -> dict[str, Job]:
     for num in READERS[1:]:
         job = {"what": "rate", "size": 4096, "seconds": seconds, "readers": num}
         found[f"broadcast {num}"] = job
+    for num in READERS:
+        count = max(5, COUNTS[STEP_SIZE] // share)
+        job = {"what": "step", "size": STEP_SIZE, "count": count, "readers": num}
+        found[f"step {num}"] = job
     found["idle"] = {"what": "idle", "seconds": [1.0, 1.0 if quick else 4.0]}
     return found
 
@@ -123,7 +128,7 @@ def jobs(quick: bool) -> dict[str, Job]:
 def takes_part(peer: str, name: str) -> bool:
     if name == "idle":  # who spins without end has nothing to show here
         return peer != "spin"
-    return peer in BROADCASTERS or not name.startswith("broadcast")
+    return peer in BROADCASTERS or not name.startswith(("broadcast", "step"))
 
 
 def measure(hosts: Sequence[Host], todo: dict[str, Job], rounds: int) -> Results:
@@ -224,6 +229,15 @@ def tables(results: Results, peers: Sequence[str]) -> Iterator[tuple[str, str]]:
     ]
     head = ["", *(f"{num} reader{'s' * (num > 1)}" for num in READERS)]
     yield "Broadcast of 4 KiB, messages a second that all have received", table(head, rows)
+    rows = [
+        [PEERS[peer], *(cell(results, f"step {num}", peer, p50, p99) for num in READERS)]
+        for peer in peers
+        if peer in BROADCASTERS
+    ]
+    yield (
+        "A step: 4 KiB to all readers, 4 KiB back from the first, µs: p50 / p99",
+        table(head, rows),
+    )
     rows = []
     for peer in peers:
         shares = [

@@ -2,8 +2,9 @@
 
 For each job that it reads from stdin it forks a writer and readers, and prints what they measured.
 
-A job is a line of JSON, {"what": "paced" | "round" | "rate" | "idle", ...}, and so is the answer,
-after "@@". Times are of time.perf_counter_ns, which is one clock for all processes of a machine.
+A job is a line of JSON, {"what": "paced" | "round" | "step" | "rate" | "idle", ...}, and so is the
+answer, after "@@". Times are of time.perf_counter_ns, which is one clock for all processes of a
+machine.
 
 Both sides of a job go through the same steps, and the host waits for all at each of them:
 
@@ -102,7 +103,7 @@ def paced_result(job: Job, writer: Job, readers: list[Job]) -> Job:
     return {"ns": [b - a for a, b in pairs], "cpu": cpu / job["count"]}
 
 
-# --- round: there and back ------------------------------------------------------------------------
+# --- round: there and back; "step" is the same with several readers, of which the first answers ---
 
 
 def round_writer(job: Job, links: list[Link], step: Step) -> Job:
@@ -126,7 +127,8 @@ def round_writer(job: Job, links: list[Link], step: Step) -> Job:
 
 def round_reader(job: Job, links: list[Link], step: Step, reader: int) -> Job:
     there, back = links
-    receive, send = there.open_receiver(reader).receive, back.open_sender()
+    receive = there.open_receiver(reader).receive
+    send = back.open_sender() if reader == 0 else lambda payload: None
     payloads = contents(job["size"])
     step()
     before = 0.0
@@ -228,18 +230,21 @@ def idle_result(job: Job, writer: Job, readers: list[Job]) -> Job:
 WRITERS: dict[str, Callable[..., Job]] = {
     "paced": paced_writer,
     "round": round_writer,
+    "step": round_writer,
     "rate": rate_writer,
     "idle": idle_writer,
 }
 READERS: dict[str, Callable[..., Job]] = {
     "paced": paced_reader,
     "round": round_reader,
+    "step": round_reader,
     "rate": rate_reader,
     "idle": idle_reader,
 }
 RESULTS: dict[str, Callable[[Job, Job, list[Job]], Job]] = {
     "paced": paced_result,
     "round": round_result,
+    "step": round_result,
     "rate": rate_result,
     "idle": idle_result,
 }
@@ -264,8 +269,9 @@ def perform(link: type[Link], job: Job) -> Job:
     what = job["what"]
     num_received.value = 0
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        names = ("there", "back") if what == "round" else ("there",)
-        links = [link(name, num_readers, folder) for name in names]
+        links = [link("there", num_readers, folder)]
+        if what in ("round", "step"):
+            links.append(link("back", 1, folder))
         works = [(WRITERS[what], job, links)]
         works += [(READERS[what], job, links, i) for i in range(num_readers)]
         pipes = [fork.Pipe() for _ in works]
