@@ -146,9 +146,10 @@ def test_what_cannot_be_dealt_is_refused(spec, ranks, options, words):
         together(spec, ranks, **options)
 
 
-def test_another_device_is_refused():
-    with pytest.raises(ConfigError, match=r"devices 'cpu' and 'fake' alone have it, .* is 'cuda'"):
-        build(EngineConfig, {"device": "cuda", **TOGETHER})
+def test_devices_are_dealt_experts_in_one_way():
+    assert build(EngineConfig, {"device": "cuda", **TOGETHER}).lockstep
+    with pytest.raises(ConfigError, match="size is 2 and data_parallel_size 2: one of them must"):
+        build(EngineConfig, {"device": "cuda", "tensor_parallel_size": 2, **TOGETHER})
 
 
 def test_all_replicas_must_be_on_one_host():

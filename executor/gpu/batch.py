@@ -6,7 +6,8 @@ sampled last: they are appended on the device and feed the next step there.
 
 A step goes over in one copy, from a pinned slot to `inputs`, whose address never changes:
 
-    header      number of runs of changes, and where they begin (kernels/gpu/step.py)
+    header      number of runs of changes, and where they begin (kernels/gpu/step.py); from REPLICAS
+                on, where replicas step together, how many tokens each has
     sections    rows, starts, context, decode_context, last, sample_rows, sample_positions: each of
                 fixed place and capacity, padded with what makes a sequence inert
     tail        tiles of prefill attention, copies of blocks, changes: as many as there are
@@ -36,6 +37,7 @@ from ...mq.messages import NewSequence, StepPlan
 Ints = NDArray[np.int32]
 
 HEADER = 64
+REPLICAS = 16  # where in the header
 SECTIONS = (
     "rows",
     "starts",
@@ -58,7 +60,8 @@ class Step(NamedTuple):
     each one's tokens end. sampled, positions, last [N]: the rows that get a token, its place in
     each, and the token of the step that it follows. is_decode: decode attention serves all.
     tokens: of the step, padded. decodes: the first so many tokens, padded, are a sequence each,
-    for decode attention; longest: the longest context of these. longest_chunk: of all.
+    for decode attention; longest: the longest context of these. longest_chunk: of all. num_tokens:
+    of each replica, int32 [N], where these step together (lockstep.py).
     """
 
     rows: Ints
@@ -73,6 +76,7 @@ class Step(NamedTuple):
     decodes: int
     longest: int
     longest_chunk: int
+    num_tokens: Ints | None = None
 
 
 class Slot:
@@ -152,7 +156,7 @@ class GpuBatch:
         pad: Callable[[int], int],
         device: torch.device,
     ) -> None:
-        self._pad, self._device = pad, device
+        self.pad, self._device = pad, device
         self.block_size, self.num_groups = block_size, num_groups
         self.capacity = pad(max(max_num_seqs, 2))
         self.max_tokens = max(_rounded(max_tokens, TOKENS_PADDED_TO), self.capacity)
@@ -263,7 +267,9 @@ class GpuBatch:
         self.num_known[rows[sampled]] += 1
         ends = np.cumsum(lengths, dtype=np.int32)
         singles = 0 if whole else int(np.count_nonzero(order < 2))
-        decodes = self._pad_decodes(singles, len(rows))
+        decodes = 0
+        if singles:  # of one alone in a mixed step there is no kernel of its own
+            decodes = self.pad(singles if singles == len(rows) else max(singles, 2))
         tokens = decodes
         if singles < len(rows):
             tokens = max(_rounded(int(ends[-1]), TOKENS_PADDED_TO), decodes)
@@ -283,12 +289,6 @@ class GpuBatch:
             int(lengths.max()),
         )
 
-    def _pad_decodes(self, singles: int, sequences: int) -> int:
-        """Of one alone in a mixed step there is no kernel of its own."""
-        if not singles:
-            return 0
-        return self._pad(singles if singles == sequences else max(singles, 2))
-
     # --- over to the device
 
     def take_slot(self) -> Slot:
@@ -307,6 +307,8 @@ class GpuBatch:
         slot.numbers[: self._fixed] = self._inert_decode if decode else self._inert
         if step is None:
             return
+        if step.num_tokens is not None:
+            slot.numbers[REPLICAS : REPLICAS + len(step.num_tokens)] = step.num_tokens
         sequences = len(step.rows)
         singles = np.count_nonzero(step.lengths == 1) if step.decodes else 0
 
@@ -319,7 +321,7 @@ class GpuBatch:
         put("decode_context", step.context[:singles])
         put("sample_rows", step.sampled)
         put("sample_positions", step.positions)
-        if not decode:
+        if not decode and sequences:
             place = self._place("starts")
             slot.numbers[place + 1 : place + 1 + sequences] = step.ends
             slot.numbers[place + 1 + sequences : place + self._width] = step.ends[-1]
@@ -400,6 +402,10 @@ class GpuBatch:
             self.sampled_N[:samples],
             pdl=pdl,
         )
+
+    def num_tokens(self, replicas: int) -> torch.Tensor:
+        """Of each replica in the step, on the device."""
+        return self.inputs[REPLICAS : REPLICAS + replicas]
 
     def view(self, place: int, *shape: int) -> torch.Tensor:
         """Of what a slot put into the tail, on the device."""

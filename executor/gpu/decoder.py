@@ -10,7 +10,8 @@ are faster than cuBLAS's bring their activation or the residual add with them
 
 A rank of several runs its part of the model (sharding.py). What it has for the residual stream is
 part of a sum, which is made where the residual is added or just before (parallel.py); and the
-logits come together on rank 0.
+logits come together on rank 0. Of replicas that share a mixture's experts, each computes those that
+it has for the rows of all (replicas.py).
 
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
@@ -23,13 +24,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.gpu.activation import gated_activation
-from ...kernels.gpu.batch_linear import batch_linear, batch_linear_scratch
-from ...kernels.gpu.batch_linear_table import configuration
 from ...kernels.gpu.embedding import embed
 from ...kernels.gpu.few_linear import few_linear
 from ...kernels.gpu.norm import add_rms_norm, rms_norm
@@ -39,13 +38,13 @@ from ..sharding import Sharding
 from ..weights import WeightSource
 from .attention import Attention
 from .batch import GpuBatch
+from .batch_linears import MOST_FEW, BatchLinears
 from .experts import ExpertRunner, ExpertWeights
 from .linears import AnyLinear, Linear, OneTokenLinear
 from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
+from .replicas import RowGroup
 from .schemes import Scheme
 from .weight_reader import Layer, WeightReader
-
-MOST_FEW = 512  # tokens of a step whose products may be batch_linear's
 
 
 class Work(NamedTuple):
@@ -89,8 +88,11 @@ class GpuDecoder:
         cache_dtype: torch.dtype | None = None,
         rank: int = 0,
         size: int = 1,
+        by_expert: bool = False,
+        dealt: tuple[int, int] | None = None,
     ) -> None:
-        sharding = Sharding(config, rank, size)
+        """by_expert, dealt: as Sharding has them."""
+        sharding = Sharding(config, rank, size, by_expert, dealt)
         c, source = sharding.local, sharding.weights(source)
         self.config = self._config = c
         self._first_token = sharding.parts["vocab_size"].start
@@ -143,20 +145,29 @@ class GpuDecoder:
         """Within, a forward pass runs nothing that other ranks would have to run, too, but kernels
         of Triton's.
         """
-        return self._group.at_rest()
+        return (self._replicas or self._group).at_rest()
 
     def representatives(self) -> list[int]:
-        """A layer of each kind: all others launch the same kernels on other tensors."""
+        """A layer of each kind: all others launch the same kernels on other tensors. Twice where
+        the layer behind adds up what replicas have computed; the last one is the model's last.
+        """
         kinds = {
             (layer.window, layer.rope, type(layer.mlp), *map(type, layer.linears)): i
             for i, layer in enumerate(self._layers)
         }
-        return sorted(kinds.values())
+        chosen = sorted(kinds.values())
+        return chosen if self._replicas is None else chosen * 2
 
     def bind(
-        self, batch: GpuBatch, max_model_len: int, group: DeviceGroup | Alone | None = None
+        self,
+        batch: GpuBatch,
+        max_model_len: int,
+        group: DeviceGroup | Alone | None = None,
+        replicas: RowGroup | None = None,
     ) -> None:
-        """Make the buffers for `batch`. group: of all ranks, where there are several."""
+        """Make the buffers for `batch`. group: of all ranks, where there are several. replicas:
+        those that share the experts.
+        """
         c, tokens = self._config, batch.max_tokens
         q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
         self._qkv_size = q + 2 * kv
@@ -164,7 +175,8 @@ class GpuDecoder:
         def buffer(rows: int, size: int) -> torch.Tensor:
             return torch.zeros(rows, size, dtype=self._dtype, device=self._device)
 
-        self._batch, self._group = batch, group or Alone()
+        self._batch, self._group, self._replicas = batch, group or Alone(), replicas
+        self._summing: Any = self._group  # who adds up what the last product has made
         self._residual_TH, self._x_TH, self._update_TH = (
             buffer(tokens, c.hidden_size) for _ in range(3)
         )
@@ -174,12 +186,17 @@ class GpuDecoder:
         self._last_NH = buffer(batch.capacity, c.hidden_size)
         self.logits_NV = self._make_logits(batch.capacity)
         self._workspace.make(tokens, self._dtype, self._device)
-        self._parts = batch_linear_scratch(
-            MOST_FEW, max(self._qkv_size, 2 * c.dense_size, c.vocab_size), self._device
-        )
+        most_outputs = max(self._qkv_size, 2 * c.dense_size, c.vocab_size)
+        self._batch_linears = BatchLinears(most_outputs, self._device)
         if c.experts is not None:
             self._experts = ExpertRunner(
-                c.experts, c.activation, c.hidden_size, tokens, self._dtype, self._device
+                c.experts,
+                c.activation,
+                c.hidden_size,
+                tokens,
+                self._dtype,
+                self._device,
+                1 if replicas is None else replicas.size,
             )
         self._attention = Attention(c, batch, max_model_len, self._dtype, self._device)
 
@@ -216,8 +233,11 @@ class GpuDecoder:
         for layer in chosen:
             added = run(layer, work, added, update_norm, pdl)
             update_norm = layer.mlp_update_norm
-        if self._group.size > 1 and not added:
-            self._group.sum(self._part_TH, self._update_TH[:tokens], pdl=pdl)
+        if self._summing.size > 1 and not added:
+            self._summing.sum(self._part_TH, self._update_TH[:tokens], pdl=pdl)
+        if self._replicas is not None:
+            sparse = sum(isinstance(layer.mlp, ExpertWeights) for layer in chosen)
+            self._replicas.check_exchanges(sparse)
         self._added, self._last_update_norm = added, update_norm
 
     def resume(self) -> None:
@@ -308,23 +328,43 @@ class GpuDecoder:
         attend = self._attention.run_single if work.is_single else self._attention.run
         attend(layer, work, qkv_TN, attended_TQ, pdl)
         added = self._update(work, ATTENTION, layer.output, attended_TQ, pdl)
-        self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
         if isinstance(layer.mlp, ExpertWeights):
-            self._experts.run(layer.mlp, x_TH, self._update_TH[:tokens], pdl=pdl)
+            self._mixture(layer, tokens, added, pdl)
             return False
+        self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl)
         if not self._few_product(work, layer.gate_up, x_TH, inner_TI, pdl, c.activation):
             gate_up_TN = self._wide(tokens, 2 * c.intermediate_size)
             layer.gate_up.into(x_TH, gate_up_TN, pdl)
             gated_activation(gate_up_TN, inner_TI, c.activation, pdl=pdl)
         return self._update(work, FEED_FORWARD, layer.down, inner_TI, pdl)
 
+    def _mixture(self, layer: Layer, tokens: int, added: bool, pdl: bool) -> None:
+        """The norm before a mixture of experts, and what the next one has to add."""
+        replicas, mlp, x_TH = self._replicas, layer.mlp, self._x_TH[:tokens]
+        assert isinstance(mlp, ExpertWeights)
+        if replicas is not None:
+            x_TH = replicas.place_rows(x_TH)
+        self._norm(layer.mlp_norm, tokens, added, layer.attention_update_norm, pdl, x_TH)
+        if replicas is None:
+            self._experts.run(mlp, x_TH, self._place(FEED_FORWARD, tokens), pdl=pdl)
+            return
+        all_TH, part_TH = replicas.gather_rows(x_TH, pdl), replicas.place_all(tokens)
+        self._experts.run(mlp, all_TH, part_TH, num_tokens_N=replicas.num_tokens_N, pdl=pdl)
+        self._summing, self._part_TH = replicas, replicas.own_rows(part_TH)
+
+    def _place(self, which: int, tokens: int) -> torch.Tensor:
+        """Where a product goes that the next norm, or `_summing`, adds to the residual stream."""
+        self._summing, update_TH = self._group, self._update_TH[:tokens]
+        if self._group.size > 1:
+            update_TH = self._part_TH = self._group.place(which, update_TH)
+        return update_TH
+
     def _update(
         self, work: Work, which: int, linear: AnyLinear, x_TK: torch.Tensor, pdl: bool
     ) -> bool:
         """A product to be added to the residual stream; False if the next norm has to add it."""
-        residual_TH, update_TH = self._residual_TH[: work.tokens], self._update_TH[: work.tokens]
+        residual_TH, part_TH = self._residual_TH[: work.tokens], self._place(which, work.tokens)
         if self._group.size > 1:
-            part_TH = self._part_TH = self._group.place(which, update_TH)
             if not self._few_product(work, linear, x_TK, part_TH, pdl):
                 linear.into(x_TK, part_TH, pdl)
             return False
@@ -332,7 +372,7 @@ class GpuDecoder:
             work, linear, x_TK, residual_TH, pdl, add_to=residual_TH
         ):
             return True
-        linear.into(x_TK, update_TH, pdl)
+        linear.into(x_TK, part_TH, pdl)
         return False
 
     def _few_product(
@@ -345,25 +385,9 @@ class GpuDecoder:
         activation: str | None = None,
         add_to: torch.Tensor | None = None,
     ) -> bool:
-        """By batch_linear, where it was measured to be faster; False where cuBLAS is to do it."""
-        if not work.is_few or not isinstance(linear, Linear):
-            return False
-        gated, itemsize = activation is not None, x_TK.element_size()
-        config = configuration(*linear.weight_NK.shape, gated, len(x_TK), itemsize)
-        if config is None:
-            return False
-        batch_linear(
-            x_TK,
-            linear.weight_NK,
-            out_TN,
-            self._parts,
-            bias_N=linear.bias_N,
-            activation=activation,
-            add_to_TN=add_to,
-            config=config,
-            pdl=pdl,
-        )
-        return True
+        """False where cuBLAS is to do it."""
+        few = self._batch_linears
+        return work.is_few and few.into(linear, x_TK, out_TN, pdl, activation, add_to)
 
     def _wide(self, tokens: int, size: int) -> torch.Tensor:
         return self._wide_TW[: tokens * size].view(tokens, size)
@@ -375,14 +399,16 @@ class GpuDecoder:
         added: bool,
         update_norm: torch.Tensor | None,
         pdl: bool,
+        out_TH: torch.Tensor | None = None,
     ) -> None:
-        """To x, after the update is added to the residual stream, unless it is."""
-        residual_TH, x_TH, eps = self._residual_TH[:tokens], self._x_TH[:tokens], self._config.eps
+        """To out (x), after the update is added to the residual stream, unless it is."""
+        residual_TH, eps = self._residual_TH[:tokens], self._config.eps
+        x_TH = self._x_TH[:tokens] if out_TH is None else out_TH
         if added:
             rms_norm(residual_TH, weight_H, x_TH, eps, pdl=pdl)
             return
-        if self._group.size > 1:
-            self._group.sum_add_rms_norm(
+        if self._summing.size > 1:
+            self._summing.sum_add_rms_norm(
                 self._part_TH, residual_TH, weight_H, x_TH, eps, update_norm, pdl
             )
             return
@@ -414,9 +440,7 @@ class GpuDecoder:
             self._attention.run_single(layer, work, qkv, attended, pdl)
             self._few_update(ATTENTION, attended, layer.output, residual, pdl)
             if isinstance(layer.mlp, ExpertWeights):
-                self._norm(layer.mlp_norm, 1, True, None, pdl)
-                x = self._x_TH[:1]
-                self._experts.run(layer.mlp, x, residual, add_to_TH=residual, pdl=pdl)
+                self._single_mixture(layer, residual, pdl)
                 return True
             self._few(residual, layer.gate_up, inner, pdl, layer.mlp_norm, c.activation)
             self._few_update(FEED_FORWARD, inner, layer.down, residual, pdl)
@@ -425,18 +449,20 @@ class GpuDecoder:
         self._norm(layer.input_norm, 1, added, update_norm, pdl)
         self._few(x, layer.qkv, qkv, pdl)
         self._attention.run_single(layer, work, qkv, attended, pdl)
-        self._few(attended, layer.output, self._single_update(ATTENTION), pdl)
+        self._few(attended, layer.output, self._place(ATTENTION, 1), pdl)
         self._norm(layer.mlp_norm, 1, False, layer.attention_update_norm, pdl)
         self._few(x, layer.gate_up, inner, pdl, activation=c.activation)
-        self._few(inner, layer.down, self._single_update(FEED_FORWARD), pdl)
+        self._few(inner, layer.down, self._place(FEED_FORWARD, 1), pdl)
         return False
 
-    def _single_update(self, which: int) -> torch.Tensor:
-        """Where a product goes that the next norm adds to the residual stream."""
-        update = self._update_TH[:1]
-        if self._group.size > 1:
-            update = self._part_TH = self._group.place(which, update)
-        return update
+    def _single_mixture(self, layer: Layer, residual: torch.Tensor, pdl: bool) -> None:
+        if self._group.size > 1 or self._replicas is not None:
+            self._mixture(layer, 1, True, pdl)
+            self._summing.sum(self._part_TH, residual, residual, pdl)
+            return
+        self._norm(layer.mlp_norm, 1, True, None, pdl)
+        assert isinstance(layer.mlp, ExpertWeights)
+        self._experts.run(layer.mlp, self._x_TH[:1], residual, add_to_TH=residual, pdl=pdl)
 
     def _few_update(
         self, which: int, x: torch.Tensor, linear: AnyLinear, residual: torch.Tensor, pdl: bool
@@ -445,7 +471,7 @@ class GpuDecoder:
         if self._group.size == 1:
             self._few(x, linear, residual, pdl, add_to=residual)
             return
-        part = self._single_update(which)
+        part = self._place(which, 1)
         self._few(x, linear, part, pdl)
         self._group.sum(part, residual, residual, pdl)
 

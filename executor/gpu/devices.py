@@ -6,7 +6,6 @@ import torch
 
 from ...kernels.gpu.all_reduce import MOST_RANKS
 from ...mq.errors import ConfigError
-from ..models.llama import LlamaConfig
 from .schemes import Scheme
 
 
@@ -25,33 +24,33 @@ def find_device(rank: int, engine: int = 0, ranks: int = 1) -> torch.device:
     return torch.device("cuda", number)
 
 
-def check_split(size: int, scheme: Scheme | None, model: LlamaConfig) -> None:
-    """Raises ConfigError for weights that can't be split among `size` ranks here."""
-    what = ""
-    if scheme is not None:
-        what = f"weights that are quantized ({scheme})"
-    elif model.experts is not None:
-        what = "the weights of a mixture of experts"
-    if what and size > 1:
+def check_split(size: int, scheme: Scheme | None, lockstep: bool = False) -> None:
+    """Raises ConfigError for weights that can't be split among `size` ranks here, or dealt to
+    replicas that step together.
+    """
+    if scheme is not None and lockstep:
         raise ConfigError(
-            f"tensor_parallel_size = {size}: {what} aren't split on device 'cuda'; with them it "
-            "must be 1"
+            f"enable_expert_parallel = True: weights that are quantized ({scheme}) aren't dealt on "
+            "device 'cuda'; with them it must be False"
+        )
+    if scheme is not None and size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size = {size}: weights that are quantized ({scheme}) aren't split on "
+            "device 'cuda'; with them it must be 1"
         )
 
 
-def check_peers(size: int, first: int = 0) -> None:
+def check_peers(size: int, first: int = 0, option: str = "tensor_parallel_size") -> None:
     """Raises ConfigError where the devices of `size` ranks, the first of which has device `first`,
-    don't reach each other's memory.
+    don't reach each other's memory. option: that asks for so many.
     """
     if size > MOST_RANKS:
-        raise ConfigError(
-            f"tensor_parallel_size = {size}: device 'cuda' takes {MOST_RANKS} at most"
-        )
+        raise ConfigError(f"{option} = {size}: device 'cuda' takes {MOST_RANKS} at most")
     for one in range(first, first + size):
         for other in range(first, first + size):
             if one != other and not torch.cuda.can_device_access_peer(one, other):
                 raise ConfigError(
-                    f"tensor_parallel_size = {size}: device {one} can't read the memory of device "
+                    f"{option} = {size}: device {one} can't read the memory of device "
                     f"{other}; ranks need devices that are connected by NVLink, or PCIe with peer "
                     "access"
                 )

@@ -2,6 +2,10 @@
 
 Which experts a token has is only known on the device, so every grid is for as many blocks as there
 can be (kernels/gpu/expert_routing.py), and a decode step can be captured in a graph.
+
+A rank of several has a part of each expert, or some experts whole (sharding.py). Either way it
+routes all tokens, and makes its part of the layer's sum of them: pairs of experts that it doesn't
+have are given no slot.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertRunner:
-    """Runs a layer's experts on up to `tokens` tokens, on buffers that all layers share."""
+    """Runs a layer's experts on up to `tokens` tokens of each of the replicas that share them, on
+    buffers that all layers share.
+    """
 
     def __init__(
         self,
@@ -42,8 +48,11 @@ class ExpertRunner:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        replicas: int = 1,
     ) -> None:
         self._experts, self._activation, self._itemsize = experts, activation, dtype.itemsize
+        self._replicas = replicas
+        tokens *= replicas
         counts = [self._count(n) for n in range(1, tokens + 1)]
         slots = max(count * self._plan(n + 1).rows for n, count in enumerate(counts))
 
@@ -58,8 +67,10 @@ class ExpertRunner:
         self._y_PH = buffer(tokens * experts.chosen, hidden_size)
 
     def steps(self, most: int) -> list[int]:
-        """Numbers of tokens up to `most`, one for each way in which they are computed."""
-        ways = {(is_direct(n), self._plan(n)): n for n in range(1, most + 1)}
+        """Numbers of a replica's tokens up to `most`, one for each way of computing them."""
+        numbers = range(1, most + 1)
+        all_tokens = [n * self._replicas for n in numbers]
+        ways = {(is_direct(t), self._plan(t)): n for n, t in zip(numbers, all_tokens, strict=True)}
         return sorted(ways.values())
 
     def run(
@@ -69,9 +80,10 @@ class ExpertRunner:
         out_TH: torch.Tensor,
         *,
         add_to_TH: torch.Tensor | None = None,
+        num_tokens_N: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> None:
-        """x -> out, to which add_to is added."""
+        """x -> out, to which add_to is added. num_tokens: as `route` has it."""
         e, tokens = self._experts, len(x_TH)
         plan, count = self._plan(tokens), self._count(tokens)
         logits_TE, experts_TC, weights_TC = (
@@ -84,6 +96,7 @@ class ExpertRunner:
             experts_TC,
             weights_TC,
             renormalize=e.renormalize,
+            num_tokens_N=num_tokens_N,
             blocks=self._blocks if is_direct(tokens) else None,
             rows=plan.rows,
             **here,

@@ -56,7 +56,7 @@ class MixedGraphs:
     """counts: of tokens. capacity: most sequences of a step. group: query heads of a key head."""
 
     def __init__(self, counts: list[int], capacity: int, group: int) -> None:
-        self._counts, self._capacity = counts, capacity
+        self.counts, self._capacity = counts, capacity
         self._tile_tokens = tile_tokens(group)
         self._graphs: dict[Mixed, torch.cuda.CUDAGraph] = {}
 
@@ -67,7 +67,7 @@ class MixedGraphs:
         """Of every graph, the largest first."""
         return [
             self._kind(tokens, decodes)
-            for tokens in reversed(self._counts)
+            for tokens in reversed(self.counts)
             for decodes in (True, False)
         ]
 
@@ -78,10 +78,11 @@ class MixedGraphs:
 
     def kind_of(self, step: Step) -> Mixed | None:
         """What serves a step; None where it is too large."""
-        tokens = int(step.ends[-1])
-        if not self._counts or tokens > self._counts[-1]:
+        # What replicas have agreed on is a graph's, or too large for all.
+        tokens = step.tokens if step.num_tokens is not None else int(step.ends[-1])
+        if not self.counts or tokens > self.counts[-1]:
             return None
-        return self._kind(at_least(self._counts, tokens), step.decodes > 0)
+        return self._kind(at_least(self.counts, tokens), step.decodes > 0)
 
     def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
         """As DecodeGraphs.capture."""

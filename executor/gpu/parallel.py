@@ -79,7 +79,7 @@ class Layout:
         self.most_tokens = min(most, shape.tokens, kernels.MOST_PROGRAMS)
         sizes = [row * self.most_tokens] * 3
         sizes += [shape.samples * shape.vocab * shape.dtype.itemsize, 4 * shape.samples]
-        ends = kernels.FLAGS_BYTES + np.cumsum([_aligned(each) for each in sizes])
+        ends = kernels.FLAGS_BYTES + np.cumsum([aligned(each) for each in sizes])
         starts = [kernels.FLAGS_BYTES, *ends[:-1].tolist()]
         self.sums, self.logits, self.tokens = starts[:3], starts[3], starts[4]
         self.num_bytes = int(ends[-1])
@@ -257,10 +257,22 @@ class PeerGroup:
 def join_devices(
     rank: int, size: int, group_fd: int, shape: Shape, device: torch.device, timeout: float
 ) -> PeerGroup:
-    """The group of the ranks on CUDA devices of one host. They find each other in an anonymous
-    file, empty at first, that only they have. timeout: seconds to wait for the others.
-    """
+    """The group of the ranks on CUDA devices of one host."""
     check_peers(size, device.index - rank)
+    layout = Layout(shape, size, has_long=True)
+    memory, close = share_memory(rank, size, group_fd, layout.num_bytes, device, timeout)
+    import torch.distributed as dist
+
+    return PeerGroup(rank, shape, layout, memory, dist.all_reduce, close)
+
+
+def share_memory(
+    rank: int, size: int, group_fd: int, num_bytes: int, device: torch.device, timeout: float
+) -> tuple[Memory, Callable[[], None]]:
+    """So much of each rank's device, which all have mapped, and NCCL among them. They find each
+    other in an anonymous file, empty at first, that only they have. timeout: seconds to wait for
+    the others. Returns what closes it, too.
+    """
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
@@ -275,8 +287,7 @@ def join_devices(
         timeout=timedelta(seconds=timeout),
         device_id=device,
     )
-    layout = Layout(shape, size, has_long=True)
-    own = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle: Any = symmetric.rendezvous(own, dist.group.WORLD)
     assert handle is not None
     shift = own.data_ptr() - handle.buffer_ptrs[rank]
@@ -290,19 +301,21 @@ def join_devices(
         if torch.cuda.current_stream(device).query():
             dist.destroy_process_group()
 
-    addresses = [address + shift for address in handle.buffer_ptrs]
-    return PeerGroup(rank, shape, layout, Memory(own, addresses), dist.all_reduce, close)
+    return Memory(own, [address + shift for address in handle.buffer_ptrs]), close
 
 
 def join_processes(rank: int, size: int, group_fd: int, shape: Shape) -> PeerGroup:
     """The same of processes whose kernels are interpreted, for tests: without long steps."""
     layout = Layout(shape, size, has_long=False)
-    num_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return PeerGroup(rank, shape, layout, map_peers(rank, size, group_fd, layout.num_bytes))
+
+
+def map_peers(rank: int, size: int, group_fd: int, num_bytes: int) -> Memory:
+    num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     os.ftruncate(group_fd, num_bytes * size)
     whole = torch.frombuffer(mmap.mmap(group_fd, num_bytes * size), dtype=torch.uint8)
     addresses = [whole.data_ptr() + num_bytes * each for each in range(size)]
-    own = whole[num_bytes * rank : num_bytes * (rank + 1)]
-    return PeerGroup(rank, shape, layout, Memory(own, addresses))
+    return Memory(whole[num_bytes * rank : num_bytes * (rank + 1)], addresses)
 
 
 class OutputSampler:
@@ -379,5 +392,5 @@ def make_sampler(make: Callable[[], Sampler], group: DeviceGroup | Alone) -> Any
     return FollowingSampler(group) if group.rank else OutputSampler(make(), group)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // kernels.ALIGNMENT) * kernels.ALIGNMENT

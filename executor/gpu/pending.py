@@ -21,8 +21,9 @@ class GpuPending:
     seconds of its StepOutput: on a device from its first operation's turn to its last one's end.
     """
 
-    def __init__(self, number: int, slot: Slot, step: Step | None) -> None:
-        self._number, self._slot, self._step = number, slot, step
+    def __init__(self, number: int, slot: Slot, step: Step | None, any_work: bool = False) -> None:
+        """any_work: what StepOutput says."""
+        self._number, self._slot, self._step, self._any_work = number, slot, step, any_work
         self._tokens: Ints | None = None
         self._seconds = 0.0
         self.logprobs: PendingLogprobs | None = None
@@ -71,6 +72,7 @@ class GpuPending:
         assert self._tokens is not None
         rows = b"" if self._step is None else codec.pack(self._step.sampled)
         logprobs, prompts = self._tables
+        tokens = codec.pack(self._tokens)
         return StepOutput(
-            self._number, rows, codec.pack(self._tokens), logprobs, self._seconds, prompts
+            self._number, rows, tokens, logprobs, self._seconds, prompts, any_work=self._any_work
         )

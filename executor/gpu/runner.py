@@ -7,7 +7,8 @@ waits for the device, so steps follow each other there without a pause. Tokens a
 event has passed.
 
 A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
-(parallel.py). It copies them back, too: so no rank is ahead of its own steps.
+(parallel.py). It copies them back, too: so no rank is ahead of its own steps. Replicas that share
+experts meet before each launch (lockstep.py).
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -21,6 +22,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,17 +50,13 @@ from .graphs import (
     context_bounds,
     distinct_bounds,
 )
+from .joining import join
+from .lockstep import Lockstep
 from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
-from .parallel import (
-    Alone,
-    DeviceGroup,
-    Shape,
-    join_devices,
-    join_processes,
-    make_sampler,
-)
+from .parallel import Alone, DeviceGroup, PeerGroup, Shape, make_sampler
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
+from .replicas import RowGroup
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
 from .stopwatch import Stopwatch
@@ -69,7 +67,7 @@ log = logging.getLogger(__name__)
 
 class GpuModelRunner:
     """device: another than the rank's own, such as the CPU in tests. join: what makes the group of
-    all ranks, where there are several.
+    all ranks, where there are several, or of all replicas, where these share experts.
     """
 
     def __init__(
@@ -79,13 +77,15 @@ class GpuModelRunner:
         rank: int = 0,
         device: torch.device | None = None,
         group_fd: int = -1,
-        join: Callable[[Shape], DeviceGroup] | None = None,
+        join: Callable[[Shape], Any] | None = None,
         engine: int = 0,
     ) -> None:
-        self._config, self._spec, self._rank = config, spec, rank
+        self._config, self._spec, self._rank, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
         self._group: DeviceGroup | Alone = Alone()
-        self._join = join or self._join_ranks
+        self._join = join or self._join_group
+        self._rows: RowGroup | None = None
+        self._lockstep: Lockstep | None = None
         self._device = device or find_device(rank, engine, self._size)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -126,7 +126,9 @@ class GpuModelRunner:
                 self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
             )
             if server is not None:
-                self._compile(warm_up, server, progress)
+                self._kernels = server.compile_if_possible(
+                    warm_up.variants, lambda n, of: progress("compiling kernels", n, of)
+                )
                 watch.lap("compile")
                 warm_up.run(lambda n, of: progress("warming up", n, of))
         activations = meter.used() - weights
@@ -140,21 +142,6 @@ class GpuModelRunner:
         watch.lap("capture")
         self._describe(terms, ready.num_blocks, watch.seconds)
         return ready
-
-    def _compile(self, warm_up: WarmUp, server: CompileServer, progress: Progress) -> None:
-        """Ahead of the launches, which do it themselves where this fails: it rests on what is
-        inside of Triton, and another version may have other insides. What is wrong with a launch is
-        raised again there.
-        """
-        try:
-            kernels, compiled, errors = server.compile_missing(
-                warm_up.variants, lambda n, of: progress("compiling kernels", n, of)
-            )
-            self._kernels = {"kernels": kernels, "kernels_compiled": compiled}
-        except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
-            errors = [f"all of them: {type(error).__name__}: {error}"]
-        for error in errors:
-            log.warning("a kernel is compiled where it is launched, not ahead: %s", error)
 
     def _bounds_of(self, size: int) -> list[int]:
         """The bounds that make a difference to steps of `size` sequences."""
@@ -189,7 +176,8 @@ class GpuModelRunner:
             source = SafetensorsWeights(spec.path)
         model = find_model(spec.architecture).check(spec.hf_config)
         self._scheme = choose_scheme(config, model.quantization, self._dtype, self._device)
-        check_split(self._size, self._scheme, model)
+        check_split(self._size, self._scheme, config.lockstep)
+        dealt = (self._engine, config.data_parallel_size) if config.lockstep else None
         self._decoder = GpuDecoder(
             model,
             self._dtype,
@@ -201,6 +189,8 @@ class GpuModelRunner:
             choose_cache_dtype(config, self._dtype, self._device),
             self._rank,
             self._size,
+            config.enable_expert_parallel,
+            dealt,
         )
 
     def _make_buffers(self) -> None:
@@ -218,22 +208,24 @@ class GpuModelRunner:
             device=self._device,
         )
         c, batch = self._decoder.config, self._batch
-        if self._size > 1:
-            self._group = self._join(
-                Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
-            )
-        self._decoder.bind(batch, spec.max_model_len, self._group)
+        shape = Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
+        if config.lockstep:
+            self._lockstep = Lockstep(config, self._engine, self._group_fd, batch.pad)
+            self._group_fd = self._lockstep.share_file()
+            self._rows = self._join(shape)
+            self._rows.num_tokens_N = batch.num_tokens(self._rows.size)
+        elif self._size > 1:
+            self._group = self._join(shape)
+        self._decoder.bind(batch, spec.max_model_len, self._group, self._rows)
         self._sampler = make_sampler(self._make_sampler, self._group)
         self._work = Work(1, 1, 1)
         self._prompt_logprobs = PromptLogprobsReader(
             self._batch, self._prompt_logits, spec.vocab_size
         )
 
-    def _join_ranks(self, shape: Shape) -> DeviceGroup:
-        if not self._on_gpu:
-            return join_processes(self._rank, self._size, self._group_fd, shape)
-        timeout = self._config.startup_timeout
-        return join_devices(self._rank, self._size, self._group_fd, shape, self._device, timeout)
+    def _join_group(self, shape: Shape) -> PeerGroup:
+        place = self._rank, self._engine, self._group_fd
+        return join(self._config, *place, shape, self._device)
 
     def _make_sampler(self) -> Sampler:
         spec = self._spec
@@ -268,7 +260,7 @@ class GpuModelRunner:
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
-        most = min(self._batch.max_tokens, self._group.most_tokens)
+        most = min(self._batch.max_tokens, (self._rows or self._group).most_tokens)
         counts = token_counts(most, self._decoder.num_bytes)
         return (
             DecodeGraphs(self._sizes, self._bounds, self._attention_of),
@@ -292,6 +284,9 @@ class GpuModelRunner:
         graphs, mixed = self._plan_graphs()
         decodes = len(list(graphs.kinds()))
         total = decodes + len(mixed.kinds())
+        if self._lockstep is not None:
+            self._lockstep.check_alike("graphs", (list(graphs.kinds()), mixed.kinds()))
+            self._lockstep.counts = mixed.counts
 
         def tell(done: int) -> None:
             progress("capturing graphs", done, total)
@@ -327,7 +322,9 @@ class GpuModelRunner:
 
     def leave(self) -> None:
         with self._on_stream():
-            self._group.leave()
+            (self._rows or self._group).leave()
+        if self._lockstep is not None:
+            self._lockstep.leave()
 
     # --- steps
 
@@ -343,19 +340,25 @@ class GpuModelRunner:
             self._sampler.enter(new)
             self._prompt_logprobs.enter(new)
         rows, lengths = codec.ints(plan.rows), codec.ints(plan.num_tokens)
-        if not (len(rows) or plan.copy_to or batch.is_changed):
-            return Done(StepOutput(plan.step, b"", b"", None, time.perf_counter() - start))
         asks = len(rows) > 0 and self._prompt_logprobs.asks(rows)
         step = batch.lay_out(rows, lengths, whole=asks) if len(rows) else None
+        any_work = False
+        if self._lockstep is not None:
+            step, any_work = self._lockstep.meet(plan.wave, step)
+        if step is None and not (plan.copy_to or batch.is_changed):
+            seconds = time.perf_counter() - start
+            return Done(StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work))
         slot = batch.take_slot()
+        pending = GpuPending(plan.step, slot, step, any_work)
         with self._on_stream():
-            pending = self._enqueue(plan, step, slot, asks)
+            self._enqueue(plan, step, pending, slot, asks)
         slot.release = pending.settle
         return pending
 
-    def _enqueue(self, plan: StepPlan, step: Step | None, slot: Slot, asks: bool) -> GpuPending:
+    def _enqueue(
+        self, plan: StepPlan, step: Step | None, pending: GpuPending, slot: Slot, asks: bool
+    ) -> None:
         batch = self._batch
-        pending = GpuPending(plan.step, slot, step)
         pending.begin()
         batch.fill(slot, step)
         mixed = self._find_mixed(step)
@@ -380,7 +383,6 @@ class GpuModelRunner:
             count = len(step.sampled)
             slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
         pending.end()
-        return pending
 
     def _find_mixed(self, step: Step | None) -> Mixed | None:
         """The graph of a step with prompts in it, if there is one."""
@@ -397,8 +399,8 @@ class GpuModelRunner:
         first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
         tiles = plan_tiles(step.lengths[first:], self._decoder.head_group, step.context[first:])
         tiles[0] += first
-        if mixed is not None:
-            tiles = pad_tiles(tiles, mixed.tiles)
+        # One at least: among replicas that step together it may have no prompt.
+        tiles = pad_tiles(tiles, max(1, tiles.shape[1]) if mixed is None else mixed.tiles)
         place = slot.put(tiles)
         assert place == self._batch.tail
         return tiles.shape[1]
@@ -427,7 +429,7 @@ class GpuModelRunner:
             self._work = self._work_of(mixed)
         else:
             batch.apply_changes()
-            sequences = step.decodes if step.is_decode else len(step.rows)
+            sequences = step.decodes if step.is_decode else max(1, len(step.rows))
             batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
             bound = at_least(self._bounds, step.longest) if step.decodes else 0
             self._work = Work(step.tokens, step.decodes, bound, self._tiles(tiles))

@@ -39,6 +39,7 @@ MOST_PROGRAMS = 1024
 MOST_RANKS = 8
 FLAGS_BYTES = 4 * MOST_PROGRAMS * MOST_RANKS  # int32 [program, rank], at the start of the memory
 ALIGNMENT = 256  # bytes: of what else lies there
+READ = 16  # bytes that are read at once: a place within may be a multiple of these
 _BLOCK = 2048
 _MOST_BLOCKS = 128  # programs that share a long message; about as many as a device has processors
 
@@ -168,6 +169,33 @@ def all_reduce_add_rms_norm(
     )
 
 
+def gather_rows(peers: Peers, place: int, out_NTH: torch.Tensor, *, pdl: bool = False) -> None:
+    """out [ranks, T, H] = what lies at `place` (bytes) of every rank's memory, [T, H] of out's type
+    in one piece, one behind the other, on every rank.
+    """
+    if len(out_NTH) != peers.size or not out_NTH.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out_NTH.shape)} of strides {out_NTH.stride()}; it must be contiguous, "
+            f"of {peers.size} ranks"
+        )
+    _check_place(place)
+    size = out_NTH[0].numel()
+    programs = min(peers.size * triton.cdiv(size, _BLOCK), _MOST_BLOCKS)
+    _gather_rows_kernel[(programs,)](
+        peers.addresses,
+        peers.counters,
+        out_NTH,
+        peers.rank,
+        place,
+        size,
+        RANKS=peers.size,
+        BLOCK=_BLOCK,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+
+
 def gather_columns(
     peers: Peers, place: int, part_NV: torch.Tensor, out: torch.Tensor | None, *, pdl: bool = False
 ) -> None:
@@ -230,9 +258,9 @@ def broadcast(
 
 
 def _check_place(place: int) -> None:
-    if place < FLAGS_BYTES or place % ALIGNMENT:
+    if place < FLAGS_BYTES or place % READ:
         raise ValueError(
-            f"place is {place}; it must be a multiple of {ALIGNMENT}, after {FLAGS_BYTES} of flags"
+            f"place is {place}; it must be a multiple of {READ}, after {FLAGS_BYTES} of flags"
         )
 
 
@@ -351,6 +379,34 @@ def _all_reduce_add_rms_norm_kernel(
     values = total.to(tl.float32)
     values *= tl.rsqrt(tl.sum(values * values) / SIZE + eps) * scales
     tl.store(out + row * out_stride + h, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _gather_rows_kernel(
+    addresses,
+    counters,
+    out,
+    rank,
+    place,
+    size,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    epoch = _next_epoch(counters)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    _meet(addresses, rank, epoch, RANKS)
+    blocks = tl.cdiv(size, BLOCK)
+    for item in range(tl.program_id(0), RANKS * blocks, tl.num_programs(0)):
+        # Of several ranks at a time, and each begins with its own: no link has all of them.
+        peer = (item + rank) % RANKS
+        index = (item // RANKS) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < size
+        part = _memory_of(addresses, peer, place, out.dtype.element_ty)
+        values = tl.load(part + index, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(out + peer * size.to(tl.int64) + index, values, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 DIRECT_TOKENS = 4
+NO_EXPERT = -1
 # Pairs that a program looks at together: of few tokens, and where blocks are large since there are
 # many.
 CHUNK, LARGE_CHUNK = 1024, 4096
@@ -30,7 +31,8 @@ LARGE_BLOCK = 64
 
 class Blocks(NamedTuple):
     """pairs: int32, of each slot, -1 where it is padding. experts: int32, of each block, counted
-    from the first one that is held. used: int32 [1], how many blocks there are. counts: int32 [E].
+    from the first one that is held; -1: the block has nothing to do. used: int32 [1], how many
+    blocks there are. counts: int32 [E].
     """
 
     pairs_S: torch.Tensor
@@ -61,6 +63,7 @@ def route_reference(
     weights_TC: torch.Tensor,
     *,
     renormalize: bool,
+    num_tokens_N: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     order_TE = logits_TE.float().sort(dim=-1, descending=True, stable=True).indices
@@ -70,6 +73,10 @@ def route_reference(
         shares_TC = shares_TC / shares_TC.sum(-1, keepdim=True)
     experts_TC.copy_(chosen_TC)
     weights_TC.copy_(shares_TC)
+    if num_tokens_N is not None:
+        each = len(experts_TC) // len(num_tokens_N)
+        for n, count in enumerate(num_tokens_N.tolist()):
+            experts_TC[n * each + count : (n + 1) * each] = NO_EXPERT
 
 
 def route(
@@ -78,6 +85,7 @@ def route(
     weights_TC: torch.Tensor,
     *,
     renormalize: bool,
+    num_tokens_N: torch.Tensor | None = None,
     blocks: Blocks | None = None,
     rows: int = 0,
     first: int = 0,
@@ -87,7 +95,10 @@ def route(
     """experts int32, weights float32: a token's most likely experts, of two alike the first, and
     their shares; renormalize: these add up to one.
 
-    blocks: the tokens are few (is_direct), and their pairs are laid out too, as by `dispatch`.
+    num_tokens: int32, on the device. The tokens are as many of each of N replicas, one behind the
+    other, of which the first num_tokens[n] are real; the rest have no experts (NO_EXPERT).
+    blocks: the tokens are few (is_direct), and their pairs are laid out too, as by `dispatch`; a
+    pair whose expert isn't held has a block that does nothing.
     """
     tokens, num = logits_TE.shape
     chosen = experts_TC.shape[1]
@@ -102,15 +113,19 @@ def route(
         raise ValueError("logits must have rows in one piece, experts and weights be contiguous")
     if blocks is not None and not is_direct(tokens):
         raise ValueError(f"{tokens} tokens; dispatch lays out more than {DIRECT_TOKENS}")
+    if num_tokens_N is not None and tokens % len(num_tokens_N):
+        raise ValueError(f"{tokens} tokens; {len(num_tokens_N)} replicas have as many each")
     _route_kernel[(tokens,)](
         logits_TE,
         experts_TC,
         weights_TC,
+        num_tokens_N,
         None if blocks is None else blocks.pairs_S,
         None if blocks is None else blocks.experts_B,
         None if blocks is None else blocks.used_1,
         logits_TE.stride(0),
         tokens,
+        tokens if num_tokens_N is None else tokens // len(num_tokens_N),
         num,
         first,
         held,
@@ -124,16 +139,18 @@ def route(
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "first"])
+@triton.jit(do_not_specialize=["tokens", "each", "first"])
 def _route_kernel(
     logits,
     experts,
     weights,
+    num_tokens,
     pairs,
     block_experts,
     used,
     stride,
     tokens,
+    each,
     num,
     first,
     held,
@@ -157,6 +174,9 @@ def _route_kernel(
     total = tl.sum(shares)
     left = tl.where(real, 1, 0)
     chosen_total = 0.0
+    is_token = token >= 0
+    if num_tokens is not None:
+        is_token = token % each < tl.load(num_tokens + token // each)
     for c in tl.static_range(CHOSEN):
         best = tl.max(tl.where(left == 1, values, float("-inf")))
         # The first of those alike.
@@ -165,19 +185,19 @@ def _route_kernel(
         chosen_total += share
         left = tl.where(e == expert, 0, left)
         pair = token * CHOSEN + c
-        tl.store(experts + pair, expert)
+        tl.store(experts + pair, tl.where(is_token, expert, -1))
         if not RENORMALIZE:
             tl.store(weights + pair, share)
         if pairs is not None:
-            here = (expert >= first) & (expert < first + held)
+            here = (expert >= first) & (expert < first + held) & is_token
             i = tl.arange(0, ROWS)
             tl.store(pairs + pair * ROWS + i, tl.where((i == 0) & here, pair, -1).to(tl.int32))
-            tl.store(block_experts + pair, tl.where(here, expert - first, 0))
+            tl.store(block_experts + pair, tl.where(here, expert - first, -1))
     if pairs is not None:
         tl.store(used, tokens * CHOSEN)
     if RENORMALIZE:
         for c in tl.static_range(CHOSEN):
-            expert = tl.load(experts + token * CHOSEN + c)
+            expert = tl.load(experts + token * CHOSEN + c)  # of padding none, whose share is 0
             share = tl.sum(tl.where(e == expert, shares, 0.0)) / total
             tl.store(weights + token * CHOSEN + c, share / chosen_total)
 

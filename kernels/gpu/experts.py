@@ -346,8 +346,9 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block, tile = _place(count, tl.cdiv(size, OUTPUTS), GROUP)
-    if block < tl.load(used):
-        expert = tl.load(block_experts + block).to(tl.int64)
+    number = tl.load(block_experts + block, mask=block < tl.load(used), other=-1)
+    if number >= 0:  # else the block is past those in use, or has another rank's pair
+        expert = number.to(tl.int64)
         slot = block * ROWS + tl.arange(0, ROWS)
         pair = tl.load(pairs + slot)
         # Padding reads a token, too: no load needs a mask for it, and nothing is written.
@@ -398,8 +399,9 @@ def _down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block, tile = _place(count, tl.cdiv(outputs, OUTPUTS), GROUP)
-    if block < tl.load(used):
-        expert = tl.load(block_experts + block).to(tl.int64)
+    number = tl.load(block_experts + block, mask=block < tl.load(used), other=-1)
+    if number >= 0:  # else the block is past those in use, or has another rank's pair
+        expert = number.to(tl.int64)
         slot = block * ROWS + tl.arange(0, ROWS)
         pair = tl.load(pairs + slot)
         real = pair >= 0

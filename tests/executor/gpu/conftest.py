@@ -20,7 +20,7 @@ from ringcast.executor.cpu_runner import CpuModelRunner
 from ringcast.executor.gpu import attention, decoder, experts, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
-from ringcast.kernels.gpu import few_linear, few_linear_table, step
+from ringcast.kernels.gpu import expert_routing, few_linear, few_linear_table, step
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.sampling_params import SamplingParams
@@ -62,6 +62,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 5,
         "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
+    "qwen3 experts of 4": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "mlp_only_layers": [0],
     },
@@ -302,6 +309,19 @@ def take_references(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in names:
             module = importlib.import_module(getattr(user, name).__module__)
             monkeypatch.setattr(user, name, getattr(module, f"{name}_reference"))
+
+
+def take_routing_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For threads, in which nothing can be interpreted."""
+
+    def route(*places: torch.Tensor, blocks: Any, rows: int, first: int, held: int, **rest: Any):
+        expert_routing.route_reference(*places, **rest)
+        if blocks is not None:
+            where = {"rows": rows, "first": first, "held": held}
+            expert_routing.dispatch_reference(places[1], blocks, **where)
+
+    monkeypatch.setattr(experts, "route", route)
+    monkeypatch.setattr(experts, "dispatch", expert_routing.dispatch_reference)
 
 
 def take_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

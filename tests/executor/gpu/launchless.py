@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from executor.gpu.conftest import GREEDY, MODELS, NUM_BLOCKS, TwoRunners, make_model, random_tokens
 from triton import knobs
@@ -29,8 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from ringcast.executor.gpu import compile_ahead
+from ringcast.executor.gpu import runner as runner_module
+from ringcast.executor.gpu.batch import Step
 from ringcast.executor.gpu.compile_ahead import CompileServer, Job, Order, jobs_of
 from ringcast.executor.gpu.graphs import LARGEST, DecodeGraphs
+from ringcast.executor.gpu.lockstep import DECODE, MIXED, NOTHING, agree, fit, words_of
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.gpu.variants import Variant, collect
 from ringcast.executor.gpu.warm_up import WarmUp
@@ -64,6 +68,24 @@ def without_device() -> None:
     driver.set_active(SimpleNamespace(**device))
 
 
+class LoneLockstep:
+    """Of a replica whose other one has, step by step, what OTHERS says (words_of)."""
+
+    OTHERS = ((NOTHING, 0, 0), (DECODE, 3, 4), (MIXED, 33, 48), (DECODE, 1, 1))
+
+    def __init__(
+        self, config: EngineConfig, engine: int, memory_fd: int, pad: Callable[[int], int]
+    ) -> None:
+        self._file, self._pad, self._others = memory_fd, pad, itertools.cycle(self.OTHERS)
+
+    def share_file(self) -> int:
+        return self._file
+
+    def meet(self, place: object, step: Step | None) -> tuple[Step | None, bool]:
+        agreed = agree(np.array([words_of(step), next(self._others)], np.int32), [])
+        return None if agreed is None else fit(step, agreed, self._pad), True
+
+
 class NoGraphs:
     """Finds a graph where a device has one; to replay it launches nothing that isn't known."""
 
@@ -76,9 +98,11 @@ class NoGraphs:
 
 @torch.inference_mode()
 def make_runner(
-    name: str, folder: Path, graphs: bool = True, rank: int = 0, size: int = 1
+    name: str, folder: Path, graphs: bool = True, rank: int = 0, size: int = 1, **more: Any
 ) -> tuple[GpuModelRunner, WarmUp]:
-    """Loaded up to its first launches. Of several ranks, it is the only one that is there."""
+    """Loaded up to its first launches. Of several ranks or replicas, it is the only one that is
+    there.
+    """
     options = {
         "device": "cuda",
         "block_size": 16,
@@ -86,6 +110,7 @@ def make_runner(
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": NUM_BLOCKS,
         "tensor_parallel_size": size,
+        **more,
     }
     spec = make_model(folder / name, name)
     memory_fd = os.memfd_create("ranks")
@@ -129,10 +154,14 @@ def graphs_of(runner: GpuModelRunner) -> None:
 def check_steps(folder: Path) -> dict[str, Any]:
     report = {}
     names = (*MODELS, "qwen3 experts", "mixtral")
-    alone = [(name, graphs, 0, 1) for name in names for graphs in (True, False)]
-    ranks = [("qwen3", True, 0, 2), ("gemma3", False, 0, 2), ("llama", True, 1, 2)]
-    for name, graphs, rank, size in alone + ranks:
-        runner, warm_up = make_runner(name, folder, graphs, rank, size)
+    alone = [(name, graphs, 0, 1, {}) for name in names for graphs in (True, False)]
+    ranks = [("qwen3", True, 0, 2, {}), ("gemma3", False, 0, 2, {}), ("llama", True, 1, 2, {})]
+    dealt = {"enable_expert_parallel": True}
+    ranks += [("mixtral", True, 0, 2, dealt), ("mixtral", False, 1, 2, {})]
+    shared = dealt | {"data_parallel_size": 2}
+    ranks += [("mixtral", True, 0, 1, shared), ("qwen3 experts of 4", False, 0, 1, shared)]
+    for name, graphs, rank, size, more in alone + ranks:
+        runner, warm_up = make_runner(name, folder, graphs, rank, size, **more)
         with torch.inference_mode():
             known = {variant.data for variant in warm_up.variants()}
         with collect() as found:
@@ -140,7 +169,7 @@ def check_steps(folder: Path) -> dict[str, Any]:
             if graphs:
                 graphs_of(runner)
         new = sorted({v.name for data, v in found.items() if data not in known})
-        report[f"{name} {graphs} {rank} of {size}"] = {
+        report[f"{name} {graphs} {rank} of {size} {more}"] = {
             "known": len(known),
             "used": len(found),
             "new": new,
@@ -207,6 +236,7 @@ def make_order(folder: Path) -> Any:
 
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
+    runner_module.Lockstep = LoneLockstep
     compile_ahead.jobs_of = without_launchers
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     without_device()

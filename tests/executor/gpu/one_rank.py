@@ -61,7 +61,11 @@ def join_on_one_device(rank: int, size: int, group_fd: int, shape: Shape) -> Pee
     since NCCL refuses that.
     """
     layout = Layout(shape, size, has_long=False)
-    own = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cuda:0")
+    return PeerGroup(rank, shape, layout, share_one_device(rank, size, group_fd, layout.num_bytes))
+
+
+def share_one_device(rank: int, size: int, group_fd: int, num_bytes: int) -> Memory:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     store = torch.distributed.FileStore(f"/proc/self/fd/{group_fd}", size)
     store.set_timeout(timedelta(seconds=60))
@@ -76,7 +80,7 @@ def join_on_one_device(rank: int, size: int, group_fd: int, shape: Shape) -> Pee
             memory = torch.empty(0, dtype=torch.uint8, device="cuda:0").set_(storage)
             _OPENED.append(memory)
         addresses.append(memory.data_ptr())
-    return PeerGroup(rank, shape, layout, Memory(own, addresses))
+    return Memory(own, addresses)
 
 
 _OPENED: list[torch.Tensor] = []  # memory of other ranks, which must stay

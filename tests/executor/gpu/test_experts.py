@@ -67,3 +67,5 @@ def test_every_way_has_a_number_of_tokens():
     plans = [runner._plan(tokens) for tokens in range(1, 257)]
     assert {plans[tokens - 1] for tokens in steps} == {*plans}
     assert steps[-1] == 256
+    of_two = ExpertRunner(config.experts, "silu", 32, 128, torch.float32, torch.device("cpu"), 2)
+    assert of_two.steps(128) == sorted({tokens // 2 for tokens in steps} - {0})

@@ -13,7 +13,7 @@ import torch
 from executor.gpu.conftest import GREEDY, MODELS, SHAPE, random_tokens
 from kernels.gpu.devices import DEVICE
 
-from ringcast.executor.gpu import decoder
+from ringcast.executor.gpu import batch_linears
 from ringcast.executor.gpu.warm_up import WarmUp
 from ringcast.kernels.gpu import batch_linear_table
 from ringcast.mq import codec
@@ -54,8 +54,10 @@ def test_products_of_few_tokens(name, which, pair, monkeypatch):
         chosen = which == "all" or (which == "updates") == (rows == 32)
         return batch_linear_table.rule(rows, inputs, gated, tokens, 4) if chosen else None
 
-    monkeypatch.setattr(decoder, "configuration", configuration)
-    monkeypatch.setattr(decoder, "batch_linear", counted := Counted(decoder.batch_linear))
+    monkeypatch.setattr(batch_linears, "configuration", configuration)
+    monkeypatch.setattr(
+        batch_linears, "batch_linear", counted := Counted(batch_linears.batch_linear)
+    )
     # Graphs call nothing when they are replayed.
     s = pair(name, **({"enforce_eager": True} if DEVICE.type == "cuda" else {}))
     counted.calls = 0  # of the warm-up

@@ -149,8 +149,10 @@ class Threads:
 def threads(specs, monkeypatch):
     def make(name, size=2, **options):
         conftest.take_references(monkeypatch)
+        conftest.take_routing_references(monkeypatch)
         monkeypatch.setattr(runner, "copy_blocks", copy_blocks_reference)
         mine = Threads(specs[name], size, **options)
+        options.pop("enable_expert_parallel", None)
         reference = load(specs[name], CpuModelRunner, **options)
         return TwoRunners(mine, reference, 16, len(mine.runners[0]._decoder.groups))
 
@@ -173,6 +175,41 @@ def test_ranks_have_the_tokens_of_one(name, threads):
     assert [len(s.known[row]) for row in (0, 3, 5)] == [41, 51, 7]
     calls = [group.calls for group in s.mine.groups]
     assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_expert"),
+    [
+        ("mixtral", True),
+        pytest.param("mixtral", False, marks=pytest.mark.slow),
+        pytest.param("qwen3 experts of 4", True, marks=pytest.mark.slow),
+        ("qwen3 experts of 4", False),
+    ],
+)
+def test_experts_are_split_or_dealt(name, by_expert, threads):
+    s = threads(name, enable_expert_parallel=by_expert)
+    decoders = [each._decoder for each in s.mine.runners]
+    inner = 48 if name == "mixtral" else 24
+    held, inner = (2, inner) if by_expert else (4, inner // 2)
+    for rank, each in enumerate(decoders):
+        assert each._layers[1].mlp.gate_up_ENH.shape == (held, 2 * inner, 32)
+        assert each.config.experts.first == (2 * rank if by_expert else 0)
+    s.enter(3, random_tokens(1, 23))
+    s.run({3: 23})
+    s.run({3: 1})  # alone: a way of its own
+    s.enter(0, random_tokens(2, 17))
+    s.enter(5, random_tokens(3, 1))
+    s.run({0: 10, 3: 1, 5: 1})
+    s.run({3: 1, 0: 7, 5: 1})
+    for row in (1, 2, 4):
+        s.enter(row, random_tokens(row, 2))
+    s.run({1: 2, 2: 2, 4: 2})
+    s.run(dict.fromkeys(range(6), 1))
+    calls = [group.calls for group in s.mine.groups]
+    assert calls[0] == calls[1]
+    calls[0].clear()
+    s.run({0: 1, 3: 1})
+    assert calls[0] == ["sum", "norm", "norm", "norm", "sum", "gather", "broadcast"]
 
 
 def test_a_decode_step_meets_as_often_as_it_must(threads):
@@ -246,6 +283,11 @@ def test_what_cant_be_split_is_refused(specs):
             specs["llama"], GpuModelRunner, 0, torch.device("cpu"),
             tensor_parallel_size=2, quantization="fp8", dtype="bfloat16",
         )  # fmt: skip
+    dealt = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with pytest.raises(ConfigError, match="dense, it has no experts"):
+        load(specs["llama"], GpuModelRunner, 0, torch.device("cpu"), **dealt)
+    with pytest.raises(ConfigError, match="5 experts can't be split so"):
+        load(specs["qwen3 experts"], GpuModelRunner, 0, torch.device("cpu"), **dealt)
     with pytest.raises(ConfigError, match="takes 8 at most"):
         check_peers(16)
 

@@ -175,6 +175,31 @@ def test_two_devices_have_the_tokens_of_one(name, eager, specs):
     assert (answers[0].details["graphs"] == 0) == eager
 
 
+@pytest.mark.parametrize(
+    ("name", "by_expert", "eager"),
+    [
+        ("mixtral", False, False),
+        ("mixtral", True, False),
+        ("mixtral", True, True),
+        ("qwen3 experts of 4", True, False),
+    ],
+)
+def test_two_devices_with_experts_have_the_tokens_of_one(name, by_expert, eager, specs):
+    options = OPTIONS | {"dtype": "float32", "enforce_eager": eager}
+    one = {**options, "tensor_parallel_size": 1}
+    order = Order(
+        specs[name], options | {"enable_expert_parallel": by_expert}, PROMPTS, num_tokens=12,
+        any_params=True,
+    )  # fmt: skip
+    want = generate(load(order.spec, GpuModelRunner, 0, DEVICE, **one), order)
+    answers = run_ranks(order, LIMIT)
+    assert answers[0].tokens == answers[1].tokens
+    assert [answer.compiled for answer in answers] == [[], []]
+    same = sum(a == b for a, b in zip(answers[0].tokens, want, strict=True))
+    assert same >= len(want) - 1, (answers[0].tokens, want)  # one may part at a tie
+    assert (answers[0].details["graphs"] == 0) == eager
+
+
 @pytest.mark.two_devices
 def test_long_steps_are_nccls(specs, tmp_path):
     """And memory is measured: every rank has its own number of blocks."""

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringcast.kernels.gpu import (
+    all_reduce,
     batch_linear,
     batch_linear_table,
     expert_routing,
@@ -40,6 +41,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -177,9 +179,25 @@ def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch
         experts.combine(y, chosen_TC, x, **held, pdl=True)
 
 
+def compile_exchanges(tokens: int, num: int, chosen: int, hidden: int, dtype: torch.dtype) -> None:
+    """What replicas that share experts launch beside."""
+    peers = all_reduce.Peers(1, torch.zeros(2, dtype=torch.int64), ints(1024))
+    x, norm = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden)
+    all_reduce.gather_rows(peers, 1 << 20, x.view(2, -1, hidden), pdl=True)
+    all_reduce.all_reduce_add_rms_norm(peers, 1 << 20, x, norm, x, 1e-6, pdl=True)
+    for count in (2, tokens):
+        blocks = expert_routing.make_blocks(2 * chosen, 32 * chosen, num, "cpu")
+        held = {"blocks": blocks, "rows": 16, "held": num // 2} if count == 2 else {}
+        places = torch.zeros(count, num, dtype=dtype), ints(count, chosen), x[:count, :chosen]
+        expert_routing.route(
+            *places[:2], places[2].float(), renormalize=True, num_tokens_N=ints(2), pdl=True, **held
+        )
+
+
 if __name__ == "__main__":
     products = (int4_linear, fp8_linear, few_linear, tile_linear)
-    for module in (decode, fused, prefill, rope, experts, expert_routing, *products):
+    mixtures = (all_reduce, experts, expert_routing)
+    for module in (decode, fused, prefill, rope, *products, *mixtures):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 setattr(module, name, Compiler(getattr(module, name)))
@@ -189,6 +207,7 @@ if __name__ == "__main__":
         compile_attention(heads=4, kv_heads=1, size=256, window=512, block_size=64, cache=cache)
     compile_experts(num=128, chosen=8, hidden=2048, inner=768, dtype=BF16)
     compile_tiles()
+    compile_exchanges(tokens=64, num=128, chosen=8, hidden=2048, dtype=BF16)
     for dtype in (BF16, torch.float16):
         compile_linears(6144, 4096, 128, dtype)
         compile_linears(960, 576, 32, dtype)

@@ -19,6 +19,7 @@ from ringcast.kernels.gpu.all_reduce import (
     all_reduce_reference,
     broadcast,
     gather_columns,
+    gather_rows,
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -164,6 +165,29 @@ def test_columns_come_together_on_rank_0(size, rows, columns, dtype):
     assert torch.equal(out, torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rows", "columns"), [(2, 1, 64), (3, 5, 577), (2, 7, 1024)])
+def test_rows_of_all_come_to_each(size, rows, columns, dtype):
+    parts = [random(rows, columns, dtype=dtype) for _ in range(size)]
+    ranks = Ranks(size, parts[0].nbytes)
+    ranks.put(parts)
+    for peers in ranks.peers:
+        out = poison(size, rows, columns, dtype=dtype)
+        gather_rows(peers, PLACE, out)
+        assert torch.equal(out, torch.stack(parts))
+        ranks.check(peers.rank, size * -(-rows * columns // 2048))
+
+
+def test_a_part_of_the_rows_is_added_up():
+    """As a replica has it: of what all have computed, its own rows."""
+    parts = [random(6, 64) for _ in range(2)]
+    ranks = Ranks(2, parts[0].nbytes)
+    ranks.put(parts)
+    out = poison(3, 64, dtype=torch.float32)
+    all_reduce(ranks.peers[1], PLACE + 3 * 64 * 4, out)
+    torch.testing.assert_close(out, (parts[0] + parts[1])[3:], rtol=0, atol=0)
+
+
 def test_tokens_of_rank_0_go_to_all():
     ranks = Ranks(3, 4 * 6)
     values = [torch.full((5,), 10 * rank, dtype=torch.int32, device=DEVICE) for rank in range(3)]
@@ -179,7 +203,7 @@ def test_tokens_of_rank_0_go_to_all():
 def test_what_doesnt_fit_is_refused():
     ranks = Ranks(2, 1024)
     peers, x, norm = ranks.peers[0], random(2, 64), random(64)
-    with pytest.raises(ValueError, match="multiple of 256, after"):
+    with pytest.raises(ValueError, match="multiple of 16, after"):
         all_reduce(peers, 0, x)
     with pytest.raises(ValueError, match=r"add_to is \(1, 64\)"):
         all_reduce(peers, PLACE, x, x[:1])
@@ -193,5 +217,7 @@ def test_what_doesnt_fit_is_refused():
         gather_columns(peers, PLACE, x, None)
     with pytest.raises(ValueError, match=r"it must be \(2, 128\)"):
         gather_columns(peers, PLACE, x, x)
+    with pytest.raises(ValueError, match="of 2 ranks"):
+        gather_rows(peers, PLACE, x[:1])
     with pytest.raises(ValueError, match="int32"):
         broadcast(peers, PLACE, x[0], 64)

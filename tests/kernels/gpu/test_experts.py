@@ -84,6 +84,45 @@ def test_route(tokens, num, chosen, renormalize, dtype):
     torch.testing.assert_close(got[1][:tokens], want[1][:tokens], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("counts", [[0, 3, 5], [5, 0, 0]])
+def test_padding_of_replicas_has_no_experts(counts, renormalize):
+    logits, real = random(15, 6), torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    got, want, all_real = (ints(15, 2) for _ in range(3))
+    more = {"renormalize": renormalize, "num_tokens_N": real}
+    route(logits, got, weights := nans(15, 2), **more)
+    route_reference(logits, want, theirs := nans(15, 2), **more)
+    route(logits, all_real, nans(15, 2), renormalize=renormalize)
+    assert torch.equal(got, want)
+    is_real = torch.arange(5, device=DEVICE) < real[:, None]
+    assert torch.equal((got >= 0).all(1), is_real.flatten())
+    assert torch.equal(got[is_real.flatten()], all_real[is_real.flatten()])
+    torch.testing.assert_close(weights[is_real.flatten()], theirs[is_real.flatten()])
+    assert weights.isfinite().all()
+    with pytest.raises(ValueError, match="14 tokens; 3 replicas"):
+        route(logits[:14], got[:14], weights[:14], **more)
+
+
+def test_a_few_padded_tokens_have_blocks_with_nothing_to_do():
+    counts = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+    blocks, experts = empty_blocks(4, 2, 3, 16), ints(4, 2)
+    held = {"rows": 16, "first": 0, "held": 3}
+    route(
+        random(4, 3), experts, nans(4, 2), renormalize=True, num_tokens_N=counts, blocks=blocks,
+        **held,
+    )  # fmt: skip
+    there = blocks.experts_B[:8].view(4, 2)
+    assert torch.equal((there >= 0).all(1).cpu(), torch.tensor([True, False, True, True]))
+    assert (there[1] == -1).all()
+    assert (blocks.pairs_S[2 * 16 : 4 * 16] == -1).all()
+    gate_up, out = torch.full((3, 8, 16), torch.nan, device=DEVICE), ints(9 * 16, 4).float()
+    some = blocks._replace(experts_B=blocks.experts_B[2:], pairs_S=blocks.pairs_S[32:])
+    some.used_1.fill_(2)
+    shape = {"chosen": 2, "rows": 16, "count": 2, "config": SMALL}
+    expert_gate_up(random(4, 16), gate_up, some, out, "silu", **shape)
+    assert (out == -7).all()
+
+
 def test_of_equal_experts_the_first_are_chosen():
     logits = torch.tensor([[0.0, 2.0, 2.0, 0.0, 2.0]], device=DEVICE)
     for function in (route, route_reference):
@@ -102,7 +141,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist():
 
 @pytest.mark.parametrize("tokens", [1, DIRECT_TOKENS])
 def test_a_few_tokens_are_laid_out_as_they_are_routed(tokens):
-    """A block for each pair; pairs of experts that aren't held are padding."""
+    """A block for each pair; pairs of experts that aren't held have blocks with nothing to do."""
     chosen, rows, first, held = 3, 16, 2, 4
     logits = random(tokens, 8)
     blocks = empty_blocks(tokens, chosen, held, rows)
@@ -115,7 +154,7 @@ def test_a_few_tokens_are_laid_out_as_they_are_routed(tokens):
     for pair, expert in enumerate(experts.flatten().tolist()):
         is_held = first <= expert < first + held
         assert slots[pair, 0].item() == (pair if is_held else -1)
-        assert blocks.experts_B[pair].item() == (expert - first if is_held else 0)
+        assert blocks.experts_B[pair].item() == (expert - first if is_held else -1)
     assert (blocks.pairs_S[pairs * rows :] == -7).all()
     assert blocks.experts_B[pairs].item() == -7
 

@@ -1,0 +1,24 @@
+"""Which group a process is of, on its device: the ranks of an engine, or replicas that share
+experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...mq.config import EngineConfig
+from .parallel import PeerGroup, Shape, join_devices, join_processes
+from .replicas import join_device_rows, join_process_rows
+
+
+def join(
+    config: EngineConfig, rank: int, engine: int, group_fd: int, shape: Shape, device: torch.device
+) -> PeerGroup:
+    """group_fd: an empty file that only those of the group have."""
+    size, join_all = config.tensor_parallel_size, (join_devices, join_processes)
+    if config.lockstep:
+        rank, size = engine, config.data_parallel_size
+        join_all = (join_device_rows, join_process_rows)
+    if device.type != "cuda":
+        return join_all[1](rank, size, group_fd, shape)
+    return join_all[0](rank, size, group_fd, shape, device, config.startup_timeout)
