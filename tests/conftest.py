@@ -36,6 +36,9 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked slow")
     parser.addoption("--fail-on-skip", action="store_true", help="a skipped test is a failed one")
+    parser.addoption(
+        "--one-of-each", action="store_true", help="of a test with parameters, the first case alone"
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -55,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if pairs and len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:
         items[:] = [item for item in items if item not in pairs]
         config.hook.pytest_deselected(items=pairs)
+    if config.getoption("--one-of-each"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        others = [item for item in items if first[item.nodeid.partition("[")[0]] is not item]
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=others)
     lacking: dict[str, str | None] = {}
     for item in items:
         for marker in ("slow", "gpu", "model", "browser"):
