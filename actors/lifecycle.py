@@ -41,8 +41,8 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 5. Who doesn't answer within --step-timeout hangs and is killed, which is a death of its own. An
    external client can't be killed, and is waited for.
 6. A client that dies while DRAINING stays down: it would have nothing to do.
-7. A replica that dies once too often, or by a ConfigError, is given up while there is another one:
-   it stays down, and the rest goes on.
+7. A replica, tokenizer or detokenizer that dies once too often, or by a ConfigError, is given up
+   while there is another one: it stays down, and the rest goes on.
 8. A remote unit's actor waits for another host (actors/master_gateway.py). At the first start that
    may take --startup-timeout; once the others serve, it may take any time, and however often the
    other host is lost, its replica isn't given up.
@@ -74,6 +74,7 @@ from .effects import (
 from .restarts import Death, Phase, Unit
 from .topology import ENGINE
 
+_SPARED = (ENGINE, "tokenizer", "detokenizer")  # while there is another one
 FAIL_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
@@ -293,10 +294,11 @@ class Lifecycle:
         return self.state in (State.SERVING, State.DRAINING)
 
     def _can_do_without(self, unit: Unit) -> bool:
-        """Whether this is a replica, and not the last one."""
-        replicas = [other for other in self._units if other.name.startswith(f"{ENGINE}.")]
-        others = [other for other in replicas if other is not unit and self._counts_on(other)]
-        return self._restarts and self._max_restarts > 0 and unit in replicas and bool(others)
+        """Whether this is one of several that do the same, and not the last one."""
+        kind = _kind(unit)
+        alike = [other for other in self._units if other is not unit and _kind(other) == kind]
+        others = [other for other in alike if self._counts_on(other)]
+        return self._restarts and self._max_restarts > 0 and kind in _SPARED and bool(others)
 
     def _counts_on(self, unit: Unit) -> bool:
         """Whether this replica serves, or will again."""
@@ -448,6 +450,10 @@ class Lifecycle:
     def _timer(self, seconds: float, what: str) -> Timer:
         self._num_timers += 1
         return Timer(seconds, f"{what} {self._num_timers}")
+
+
+def _kind(unit: Unit) -> str:
+    return unit.name.partition(".")[0]
 
 
 def _is_told(actor: str) -> bool:

@@ -6,8 +6,8 @@ the unit engine.r with it, when the link does: so a node that is lost is treated
 has died, and the next gateway waits for a node to come.
 
 A peer's death on this host is told to the scheduler over the link, after all that the peer had
-sent; it is forgotten when the scheduler's answer has come, which follows all that the scheduler
-had said before it knew.
+sent; it is forgotten when the scheduler's answer has come on the way to every detokenizer, where it
+follows all that the scheduler had said before it knew.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..mq.fingerprint import fingerprint
 from ..mq.handshake import Bye, Hello, Master, Refused, Welcome
 from ..mq.link import LinkListener
 from ..mq.link_core import Record
+from . import topology
 from .base import Actor
 from .boot import Boot
 from .control import Control
@@ -45,7 +46,9 @@ class MasterGateway(Actor):
         self._node = ""
         self._epoch = 0
         self._scheduler_says: dict[str, float] = {}
-        self._asked: set[int] = set()  # deaths that the scheduler has yet to answer
+        # Deaths that the scheduler has yet to answer: on the way to how many detokenizers.
+        self._asked: dict[int, int] = {}
+        self._num_detokenizers = topology.count_of("detokenizer", boot.counts)
         self._decode: codec.Decoder[Any] = codec.Decoder(messages.SchedulerToDetokenizer)
         self._strangers: set[str] = set()
 
@@ -89,7 +92,7 @@ class MasterGateway(Actor):
         self.links.lose(message.lost)
         names = [name for name in message.lost if name.partition(".")[0] in _OF_INTEREST]
         if names:
-            self._asked.add(message.death)
+            self._asked[message.death] = self._num_detokenizers
             self._link.message(messages.PeersGone(message.death, names))
         else:
             self.control.send(supervision.PeersForgotten(message.death))
@@ -147,8 +150,12 @@ class MasterGateway(Actor):
         message = self._decode(record.payload)
         if not isinstance(message, messages.PeersGoneHeard):
             return False
-        self._asked.discard(message.death)
-        self.control.send(supervision.PeersForgotten(message.death))
+        left = self._asked.get(message.death, 0) - 1
+        if left > 0:
+            self._asked[message.death] = left
+        else:
+            self._asked.pop(message.death, None)
+            self.control.send(supervision.PeersForgotten(message.death))
         return True
 
     def _on_handed_on(self, record: Record) -> None:

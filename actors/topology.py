@@ -9,9 +9,9 @@ that all targets read. `channels()` writes the graph out.
 How many there are of a kind is a dict by kind, of all that run; where it says nothing, it is what
 the row says. A scheduler and the workers that read its plans are an engine, or *replica*: engine e
 is scheduler.e and, of T workers each, worker.(e * T) to worker.(e * T + T - 1). Only `engine_of`
-knows. Edges between the parts of an engine stay within it; tokenizer, detokenizer and coordinator
-serve all. Replicas that step together (counts["lockstep"]) wait for each other in every step: they
-are one unit, and the coordinator has something to say to them.
+knows. Edges between the parts of an engine stay within it; tokenizers, detokenizers and the
+coordinator serve all. Replicas that step together (counts["lockstep"]) wait for each other in every
+step: they are one unit, and the coordinator has something to say to them.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Channel(msgspec.Struct, frozen=True):
 def counts_of(engine: EngineConfig, server: ServerConfig | None = None) -> dict[str, int]:
     """How many of each kind the options of an engine, and of its HTTP server, ask for."""
     counts = counts_for(engine.data_parallel_size, engine.num_workers)
+    counts |= {"tokenizer": engine.tokenizer_count, "detokenizer": engine.detokenizer_count}
     if engine.lockstep:
         counts[LOCKSTEP] = 1
     return counts if server is None else {**counts, "client": server.api_server_count}
@@ -106,7 +107,7 @@ def engine_of(name: str, counts: dict[str, int]) -> int | None:
     kind, _, number = name.partition(".")
     if _row(kind).unit != ENGINE:
         return None
-    return int(number) * num_engines(counts) // _count(kind, counts)
+    return int(number) * num_engines(counts) // count_of(kind, counts)
 
 
 def group_of(name: str, counts: dict[str, int]) -> int:
@@ -122,12 +123,12 @@ def rank_of(worker: str, counts: dict[str, int]) -> int:
 
 
 def ranks_per_engine(counts: dict[str, int]) -> int:
-    return _count("worker", counts) // num_engines(counts)
+    return count_of("worker", counts) // num_engines(counts)
 
 
 def instances(counts: dict[str, int]) -> list[str]:
     """All actors' names, in starting order."""
-    return [f"{row.kind}.{i}" for row in ACTORS for i in range(_count(row.kind, counts))]
+    return [f"{row.kind}.{i}" for row in ACTORS for i in range(count_of(row.kind, counts))]
 
 
 def units(counts: dict[str, int]) -> dict[str, tuple[str, ...]]:
@@ -155,7 +156,7 @@ def channels(counts: dict[str, int]) -> list[Channel]:
     for edge in EDGES:
         if edge.lockstep and not counts.get(LOCKSTEP):
             continue
-        for i in range(_count(edge.source, counts)):
+        for i in range(count_of(edge.source, counts)):
             source = f"{edge.source}.{i}"
             targets = _targets(edge, source, counts)
             if edge.fan == "broadcast":
@@ -166,14 +167,15 @@ def channels(counts: dict[str, int]) -> list[Channel]:
 
 
 def _targets(edge: EdgeRow, source: str, counts: dict[str, int]) -> tuple[str, ...]:
-    names = [f"{edge.target}.{i}" for i in range(_count(edge.target, counts))]
+    names = [f"{edge.target}.{i}" for i in range(count_of(edge.target, counts))]
     engine = engine_of(source, counts)
     return tuple(
         name for name in names if engine is None or engine_of(name, counts) in (None, engine)
     )
 
 
-def _count(kind: str, counts: dict[str, int]) -> int:
+def count_of(kind: str, counts: dict[str, int]) -> int:
+    """How many there are of a kind."""
     return counts.get(kind, _row(kind).count)
 
 

@@ -227,6 +227,8 @@ class AsyncLLM:
             config.scheduling_policy,
             config.data_parallel_size,
             config.data_parallel_routing,
+            num_tokenizers=config.tokenizer_count,
+            num_detokenizers=config.detokenizer_count,
         )
         connection.attach(
             client.deliver,

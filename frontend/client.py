@@ -31,7 +31,8 @@ The states of a request, and what is done at an event:
     `fail_all`                 closed, raises     closed, raises             closed, raises
 
 Who is exposed to a death, who is poisonous and how the trial goes is in takeover.py; where an
-output is resumed in handle.py; which replica a request goes to in routing.py.
+output is resumed in handle.py; which replica a request goes to in routing.py, by which tokenizer
+and detokenizer in text_routing.py; what isn't even let in, in admission.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import random
 import time
 import uuid
@@ -48,7 +50,7 @@ from typing import Protocol
 import msgspec
 
 from ..mq.config import ModelSpec
-from ..mq.errors import EngineDeadError, InvalidRequestError, OverloadedError, RingcastError
+from ..mq.errors import EngineDeadError, OverloadedError, RingcastError
 from ..mq.messages import (
     Accepted,
     Chunk,
@@ -67,18 +69,16 @@ from ..mq.messages import (
 )
 from ..mq.sampling_params import SamplingParams
 from ..mq.tallies import QUESTIONS, REQUESTS, Tallies
-from .cache_reset import CacheResets
+from .admission import DRAINING, Admission
+from .cache_reset import CacheResets, Way
 from .handle import RequestHandle, error_of
 from .mailbox import Mailbox
 from .pulse import Pulse
 from .routing import Router
 from .takeover import Takeover
+from .text_routing import TextRouter, is_text
 from .tokenizer_questions import TokenizerQuestions
 from .trials import Trials
-
-TOKENIZER = "tokenizer.0"
-_PRIORITIES = 1 << 63  # as far as a message's integers go
-_DRAINING = "the server is shutting down and takes no new requests"
 
 
 class Observer(Protocol):
@@ -101,6 +101,7 @@ class EngineClient:
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
     policy: the engine's scheduling_policy, "fcfs" or "priority". num_engines: its replicas.
+    num_tokenizers, num_detokenizers: that serve them.
     routing: its data_parallel_routing, "score" or "prefix". tallies: what this client counts with
     others of the same engine; max_num_queued_reqs is of all together.
     draining: set it, and new requests are refused. dead: what `fail_all` was told. observer: set
@@ -118,6 +119,8 @@ class EngineClient:
         num_engines: int = 1,
         routing: str = "score",
         tallies: Tallies | None = None,
+        num_tokenizers: int = 1,
+        num_detokenizers: int = 1,
     ) -> None:
         self.spec = spec
         self.index = index
@@ -125,16 +128,17 @@ class EngineClient:
         self.draining = False
         self.dead: EngineDeadError | None = None
         self.observer: Observer | None = None
-        self._policy = policy
         self._send_to = send
         self._tallies = tallies or Tallies.local()
+        self._admission = Admission(spec, policy, self._tallies)
         self._ledger: dict[str, RequestHandle] = {}
         self._router = Router(num_engines, index, routing)
-        self._takeover = Takeover(self._send, self._router, Trials(self._tallies))
+        self._text = TextRouter(num_tokenizers, num_detokenizers, index)
+        self._takeover = Takeover(self._send, self._router, self._text, Trials(self._tallies))
         self._pulse = Pulse(self._ping)
         self._resets = CacheResets(self._reset)
         self._prefix = uuid.uuid4().hex[:8]
-        self._questions = TokenizerQuestions(self._send, index, self._prefix)
+        self._questions = TokenizerQuestions(self._send, self._text.tokenizers, index, self._prefix)
         self._random = random.Random(uuid.uuid4().int if seed is None else seed)
         self._idle: list[asyncio.Future[None]] = []
         self._leaving: list[int] = []  # replicas that nothing of ours is to be with
@@ -177,9 +181,9 @@ class EngineClient:
         and for what the model doesn't do.
         """
         self.check_kind(pooled=output is not None and output.form == "pooled")
-        self._check_priority(priority)
+        self._admission.check_priority(priority)
         self._refuse_if_unable()
-        self._take_place(REQUESTS)
+        self._admission.take_place(REQUESTS, self.max_num_queued_reqs)
         try:
             if params.seed is None:
                 params = msgspec.structs.replace(params, seed=self._random.getrandbits(63))
@@ -197,14 +201,14 @@ class EngineClient:
             )
             parked = self._takeover.blocked
             if not parked:
-                request = msgspec.structs.replace(request, engine=self._router.choose(request))
+                request = self._text.choose(request, self._router.choose(request))
                 self._send(request)
             handle = RequestHandle(request, mailbox or Mailbox(), self.abort, parked)
         except BaseException:
             self._tallies.add(REQUESTS, -1)
             raise
         self._ledger[request.request_id] = handle
-        self._router.track(handle)
+        self._track(handle)
         if self.observer is not None:
             self.observer.opened(handle)
         return handle
@@ -235,7 +239,7 @@ class EngineClient:
                 if observer is not None:
                     observer.received(handle, chunk, now)
                 if chunk.finish is not None:
-                    self._router.track(handle)
+                    self._track(handle)
                 if not handle.open:
                     self._close(handle)
                 elif handle is takeover.on_trial and handle.proven:
@@ -244,7 +248,8 @@ class EngineClient:
             self._pulse.beat()
         elif isinstance(message, ResetPrefixCache):
             self._pulse.beat()
-            self._num_dropped += not self._resets.answered(message.request_id, message.engine)
+            way = message.engine, message.tokenizer
+            self._num_dropped += not self._resets.answered(message.request_id, way)
         elif isinstance(message, Loads):
             self._router.publish(message)
         elif isinstance(message, Tokenized | Detokenized):
@@ -259,6 +264,7 @@ class EngineClient:
             elif isinstance(message, Accepted):
                 handle.prompt_token_ids = message.prompt_token_ids
                 handle.accepted = True
+                self._text.track(handle)
             else:
                 handle.fail(error_of(message.error))
                 self._close(handle)
@@ -269,13 +275,16 @@ class EngineClient:
             return
         for handle in self._takeover.lost(names, error, from_outside, self._ledger.values()):
             self._close(handle)
-        if TOKENIZER in names:
-            self._questions.blame(error)
+        self._questions.blame(error)
         if self._takeover.blocked:
             self._pulse.stop()
             return
-        for engine in set(range(self._router.num_engines)).difference(self._router.live):
-            self._resets.lost(engine)
+        if is_text(names):  # what went by them and others can do
+            self._resets.send_again(self._ways)
+            self._questions.send_again()
+            self._pulse.ask_again()
+        else:
+            self._resets.lost(self._ways)
         self._takeover.resume(self._ledger.values())
         self._see_whether_left()
 
@@ -295,8 +304,7 @@ class EngineClient:
         for handle in self._takeover.removed(names, self._ledger.values()):
             self._close(handle)
         if not self._takeover.blocked:
-            for engine in set(range(self._router.num_engines)).difference(self._router.live):
-                self._resets.lost(engine)
+            self._resets.lost(self._ways)
             self._takeover.resume(self._ledger.values())
         self._see_whether_left()
 
@@ -314,7 +322,7 @@ class EngineClient:
         self._takeover.resume(self._ledger.values())
         self._see_whether_left()
         if was_blocked and not self._takeover.blocked:
-            self._resets.send_again(self._router.live)
+            self._resets.send_again(self._ways)
             self._questions.send_again()
 
     def fail_all(self, error: EngineDeadError) -> None:
@@ -370,7 +378,7 @@ class EngineClient:
         self._num_resets += 1
         name = f"{self._prefix}-reset-{self._num_resets}"
         self._router.forget_prefixes()
-        await self._resets.ask(name, [] if self._takeover.blocked else self._router.live)
+        await self._resets.ask(name, [] if self._takeover.blocked else self._ways)
         return True
 
     def statistics(self) -> dict[str, float]:
@@ -391,7 +399,7 @@ class EngineClient:
         if self.dead is not None:
             return self.dead
         if self.draining:
-            return OverloadedError(_DRAINING)
+            return OverloadedError(DRAINING)
         if missing := self._takeover.missing:
             names = ", ".join(missing)
             return OverloadedError(f"{names} will be started again: {self._takeover.last_death}")
@@ -399,77 +407,51 @@ class EngineClient:
 
     def check_kind(self, pooled: bool) -> None:
         """Raises InvalidRequestError unless this model makes vectors (pooled), or generates."""
-        if pooled == (self.spec.pooling is not None):
-            return
-        name = self.spec.name
-        if pooled:
-            raise InvalidRequestError(
-                f"the model {name!r} generates text and has no embeddings API: embeddings are what "
-                "an embedding model has, such as all-minilm-l6-v2",
-                param="model",
-            )
-        raise InvalidRequestError(
-            f"the model {name!r} makes embeddings and can't generate text: /v1/embeddings and "
-            "LLM.embed are what it has",
-            param="model",
-        )
+        self._admission.check_kind(pooled)
 
     def _refuse_if_unable(self) -> None:
         if self.dead is not None:
             raise copy.copy(self.dead)
         if self.draining:
-            raise OverloadedError(_DRAINING)
-
-    def _take_place(self, word: int) -> None:
-        tallies = self._tallies
-        with tallies.locked():
-            taken = tallies.total(REQUESTS, QUESTIONS)
-            if taken < self.max_num_queued_reqs:
-                tallies.add(word, 1)
-                return
-        raise OverloadedError(
-            f"{taken} requests are running or waiting, as many as max_num_queued_reqs allows"
-        )
+            raise OverloadedError(DRAINING)
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
         """Something is asked of the tokenizer."""
         self._refuse_if_unable()
-        self._take_place(QUESTIONS)
+        self._admission.take_place(QUESTIONS, self.max_num_queued_reqs)
         try:
             yield
         finally:
             self._tallies.add(QUESTIONS, -1)
             self._wake_if_idle()
 
-    def _check_priority(self, priority: int) -> None:
-        if type(priority) is not int or not -_PRIORITIES <= priority < _PRIORITIES:
-            raise InvalidRequestError(
-                f"priority must be an integer of 64 bits, got {repr(priority)[:80]}",
-                param="priority",
-            )
-        if priority and self._policy != "priority":
-            raise InvalidRequestError(
-                f"priority must be 0, got {priority}: this engine serves who came first "
-                "(--scheduling-policy fcfs); start it with --scheduling-policy priority",
-                param="priority",
-            )
-
     def _send(self, message: ClientToTokenizer) -> None:
-        self._send_to(TOKENIZER, message)
+        self._send_to(f"tokenizer.{message.tokenizer}", message)
 
     def _ping(self, number: int) -> None:
         """Any replica's answer will do: one is enough to serve."""
+        by = self._text.tokenizers.choose(), self._text.detokenizers.choose()
         for engine in self._router.live:
-            self._send(Ping(self.index, number, engine))
+            self._send(Ping(self.index, number, engine, *by))
 
-    def _reset(self, name: str, engine: int) -> None:
-        self._send(ResetPrefixCache(self.index, name, engine))
+    def _reset(self, name: str, way: Way) -> None:
+        detokenizer = self._text.detokenizers.choose()
+        self._send(ResetPrefixCache(self.index, name, *way, detokenizer))
+
+    @property
+    def _ways(self) -> list[Way]:
+        """To all replicas that live, by all tokenizers that do."""
+        return list(itertools.product(self._router.live, self._text.tokenizers.live))
+
+    def _track(self, handle: RequestHandle) -> None:
+        self._router.track(handle)
+        self._text.track(handle)
 
     def _close(self, handle: RequestHandle) -> None:
         del self._ledger[handle.request_id]
         self._tallies.add(REQUESTS, -1)
-        self._router.track(handle)
+        self._track(handle)
         self._takeover.settle(handle)
         self._see_whether_left()
         if self.observer is not None:

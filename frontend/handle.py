@@ -40,7 +40,8 @@ class RequestHandle:
     prompt_token_ids: the prompt as the tokenizer encoded it (i32 bytes), once it has.
     mailbox: where its chunks arrive. streamed: whether each token comes as soon as it is there.
     parked, aborting: see client.py's table. accepted: by the tokenizer, since it was last sent.
-    engine: the replica that it was sent to last, or will be. counted: see routing.py.
+    engine: the replica that it was sent to last, or will be. counted: see routing.py; text_counted:
+    see text_routing.py.
     at_large: parked, and yet an older incarnation may still be in the engine.
     strikes, blows, struck_with: see takeover.py; the latter is what had died at the last of them.
     """
@@ -70,6 +71,7 @@ class RequestHandle:
         "streamed",
         "strikes",
         "struck_with",
+        "text_counted",
     )
 
     def __init__(
@@ -95,6 +97,7 @@ class RequestHandle:
         self.blows = 0
         self.struck_with = ""
         self.counted = (request.engine, 0)
+        self.text_counted = (request.tokenizer, 0, request.detokenizer, 0)
         self._num_unfinished = n
         self.streamed = request.output.delta
         self._rendered = self.streamed and request.output.form != "raw"
@@ -118,6 +121,11 @@ class RequestHandle:
     def num_out(self) -> int:
         """Choices that its replica works on."""
         return 0 if self.parked else self._num_unfinished
+
+    @property
+    def num_unanswered(self) -> int:
+        """1 while its tokenizer works on it."""
+        return int(self.open and not (self.parked or self.accepted))
 
     @property
     def open(self) -> bool:
@@ -209,10 +217,17 @@ class RequestHandle:
         )
         self.parked = True
 
-    def hand_over(self, engine: int) -> Generate:
-        """What is sent to `engine` now. Nothing of an earlier incarnation counts from here on."""
-        if engine != self.request.engine:
-            self.request = msgspec.structs.replace(self.request, engine=engine)
+    def go_by(self, tokenizer: int) -> None:
+        """What is still to be said of it; it is known where that goes."""
+        if tokenizer != self.request.tokenizer:
+            self.request = msgspec.structs.replace(self.request, tokenizer=tokenizer)
+
+    def hand_over(self, engine: int, tokenizer: int, detokenizer: int) -> Generate:
+        """What is sent to `engine` now, by these. Nothing of an earlier incarnation counts from
+        here on."""
+        self.request = msgspec.structs.replace(
+            self.request, engine=engine, tokenizer=tokenizer, detokenizer=detokenizer
+        )
         self.parked = self.at_large = self.accepted = self.begun = self.proven = False
         self._prove_at = [place + _PROOF_BYTES for place in self._resume_at]
         return self.request

@@ -36,6 +36,11 @@ class Pulse:
         self._heard = self._pinged = -math.inf
         self._end_wait(False)
 
+    def ask_again(self) -> None:
+        """Somebody by whom a ping may have gone has died, and others live."""
+        if self._answer is not None:
+            self._ping(self._num_pings)
+
     async def check(self, seconds: float) -> bool:
         """Whether the engine has spoken in the last second, or does so within `seconds`."""
         now = time.monotonic()

@@ -1,31 +1,34 @@
 """Who takes a dead engine's requests over: their client, which hands them over again.
 
-While what every request needs is down (the tokenizer, the detokenizer, or all replicas), nothing is
-sent, and what is to be sent is *parked* in the ledger. What a death does to a request that was sent
-depends on what died with it:
+While all tokenizers, all detokenizers or all replicas are down, nothing is sent, and what is to be
+sent is *parked* in the ledger. What a death does to a request that was sent depends on what died
+with it:
 
     died               exposed to it is                          gets a strike if exposed
     a replica          every request that was sent there         yes
     (or those that step together, as one)
-    detokenizer        every request                             yes
-    tokenizer          one not known to be in the scheduler:     if it was not accepted
-                       not accepted, or not begun (handle.py)
+    a detokenizer      every request that goes by it             yes
+    a tokenizer        of those that go by it, one not known     if it was not accepted
+                       to be in the scheduler: not accepted,
+                       or not begun (handle.py)
 
 An exposed request gets its next incarnation, with what its caller has of it, and is parked. (So
 late words of the older one are known for what they are.) One that is aborting is closed instead.
-What was parked by the tokenizer's death may be running all the same: it is *at large*, and exposed
-to the death of its replica or the detokenizer until it is sent again.
+What was parked by its tokenizer's death may be running all the same: it is *at large*, and exposed
+to the death of its replica or detokenizer until it is sent again. One that isn't exposed needs its
+tokenizer no more; its Abort goes by another.
 
 A parked request goes again as soon as anything can be sent: to the replica that it was with, which
-has the blocks of its prompt, or else to another one that lives. So while one replica lives, nobody
-waits for the restart of another, and a request on one doesn't notice the death of another.
+has the blocks of its prompt, by the same tokenizer and detokenizer, or else to others that live. So
+while one of each lives, nobody waits for the restart of another, and a request with one doesn't
+notice the death of another.
 
 Some requests kill engines. They are found by their *strikes*: a death while a request was under
 way is its first one if it had proven itself since it was sent, or if something else had died the
 last time; else one more. At MAX_STRIKES it fails as poisonous and isn't sent again. Innocent ones
 share its first strike, so they must not share its second. A strike is a strike whichever replica
-died: two of them are all that one request can take down, be it one twice or two of them. When
-something can be sent again,
+died, or which tokenizer: two of them are all that one request can take down, be it one twice or two
+of them. When something can be sent again,
 
 1. who isn't suspect goes at once,
 2. who is goes *on trial*: one at a time, in the ledger's order, the next when the one before has
@@ -43,21 +46,23 @@ once.
 A replica that is removed because fewer are wanted has first had time to end what it had. What is
 left goes on elsewhere, and it is nobody's strike.
 
-A request that ends here and not in the engine, or that goes on with another replica, may still have
-a straggler where it was (a Generate that was under way). So an Abort follows it, as soon as there
-is somebody to hear it. (If the tokenizer dies with that, the straggler runs to its own end,
-unheard. Of a replica that is removed there is nobody to tell.)
+A request that ends here and not in the engine, or that goes on with another replica or by another
+tokenizer, may still have a straggler where it was (a Generate that was under way). So an Abort
+follows it on its own way, as soon as there is somebody to hear it: when a tokenizer is back, all
+have heard what the one before had sent. (If the tokenizer dies with that, the straggler runs to its
+own end, unheard. Of a replica that is removed there is nobody to tell.)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..mq.errors import PoisonousRequestError
 from ..mq.messages import Abort, ClientToTokenizer
 from .handle import RequestHandle
 from .routing import Router
+from .text_routing import TextRouter
 from .trials import Trials
 
 MAX_STRIKES = 2
@@ -68,13 +73,17 @@ _NEEDED = frozenset({"tokenizer", "detokenizer", "scheduler", "worker"})
 class Takeover:
     """What is down, what waits for it, and who is on trial.
 
-    send: to the tokenizer; never called while nothing can be served. router: knows which replicas
-    live, and is told here. last_death: the text of the last death.
+    send: to the message's tokenizer, which lives; never called while nothing can be served. router,
+    text: know who lives, and are told here. last_death: the text of the last death.
     on_trial: the one suspect that is out and has not proven itself.
     """
 
     def __init__(
-        self, send: Callable[[ClientToTokenizer], None], router: Router, trials: Trials
+        self,
+        send: Callable[[ClientToTokenizer], None],
+        router: Router,
+        text: TextRouter,
+        trials: Trials,
     ) -> None:
         self.last_death = ""
         self.on_trial: RequestHandle | None = None
@@ -82,18 +91,18 @@ class Takeover:
         self.num_poisoned = 0
         self._send = send
         self._router = router
+        self._text = text
         self._trials = trials
         self._down: set[str] = set()  # names of what has died and isn't back
-        self._common_down: set[str] = set()  # those of them that every request needs
         self._waiting: deque[RequestHandle] = deque()  # for their trial
-        # By request and replica, to be sent when it can be heard.
-        self._late: dict[tuple[str, int], Abort] = {}
+        # By request, replica and tokenizer, to be sent when it can be heard.
+        self._late: dict[tuple[str, int, int], Abort] = {}
         self._removed: set[int] = set()  # replicas that don't come again
 
     @property
     def blocked(self) -> bool:
         """Whether no request can be served now."""
-        return bool(self._common_down) or not self._router.any_open
+        return not (self._text.any_open and self._router.any_open)
 
     @property
     def missing(self) -> list[str]:
@@ -104,7 +113,14 @@ class Takeover:
         """Tell the engine to end a request, now or when it can hear; not one it never got."""
         if not handle.sent:
             return
-        self._tell(Abort(handle.request_id, handle.request.incarnation, handle.engine))
+        tokenizers = self._text.tokenizers
+        if handle.accepted and handle.begun and tokenizers.live:
+            handle.go_by(tokenizers.kept(handle.request.tokenizer))
+            self._track(handle)
+        request = handle.request
+        self._tell(
+            Abort(request.request_id, request.incarnation, request.engine, request.tokenizer)
+        )
 
     def lost(
         self,
@@ -120,13 +136,12 @@ class Takeover:
         self._down.update(needed)
         self.last_death = error
         self._waiting.clear()
-        unit, engines = _unit(needed[0]), _engines(needed)
-        if not engines:
-            self._common_down.update(needed)
-        for engine in engines:
+        unit = _unit(needed[0])
+        for engine in _engines(needed):
             self._router.lose(engine)
+        self._text.lose(needed)
         for handle in ledger:
-            if engines and handle.engine not in engines:
+            if not _was_with(handle, needed):
                 continue
             if not handle.parked or (handle.at_large and unit != "tokenizer"):
                 self._hit(handle, unit, from_outside)
@@ -152,7 +167,7 @@ class Takeover:
                 handle.end_as_aborted()
             else:
                 handle.park(at_large=False)
-            self._router.track(handle)
+            self._track(handle)
         if self.on_trial is not None and (self.on_trial.parked or not self.on_trial.open):
             self._end_trial()
         return [handle for handle in ledger if not handle.open]
@@ -160,7 +175,7 @@ class Takeover:
     def regained(self, names: Sequence[str]) -> None:
         """New incarnations of these are ready. `resume` comes next."""
         self._down.difference_update(names)
-        self._common_down.difference_update(names)
+        self._text.regain(names)
         for engine in _engines(names):
             self._router.regain(engine)
             self._removed.discard(engine)
@@ -206,7 +221,7 @@ class Takeover:
                 handle.park(at_large=just_tokenizer)
             else:
                 self._give_up(handle)
-        self._router.track(handle)
+        self._track(handle)
 
     def _give_up(self, handle: RequestHandle) -> None:
         self.num_poisoned += 1
@@ -240,21 +255,33 @@ class Takeover:
             self._trials.end()
 
     def _hand_over(self, handle: RequestHandle) -> None:
-        before, was_sent = handle.engine, handle.sent
-        stays = was_sent and self._router.is_open(before)
-        request = handle.hand_over(before if stays else self._router.choose(handle.request))
-        if was_sent and request.engine != before:
-            self._tell(Abort(request.request_id, request.incarnation - 1, before))
+        before, was_sent, text = handle.request, handle.sent, self._text
+        stays = was_sent and self._router.is_open(before.engine)
+        engine = before.engine if stays else self._router.choose(before)
+        if was_sent:
+            tokenizer = text.tokenizers.kept(before.tokenizer)
+            detokenizer = text.detokenizers.kept(before.detokenizer)
+        else:
+            tokenizer, detokenizer = text.tokenizers.choose(), text.detokenizers.choose()
+        request = handle.hand_over(engine, tokenizer, detokenizer)
+        if was_sent and (engine, tokenizer) != (before.engine, before.tokenizer):
+            older = request.incarnation - 1
+            self._tell(Abort(request.request_id, older, before.engine, before.tokenizer))
         self.num_takeovers += request.incarnation > 0
-        self._router.track(handle)
+        self._track(handle)
         self._send(request)
+
+    def _track(self, handle: RequestHandle) -> None:
+        self._router.track(handle)
+        self._text.track(handle)
 
     def _tell(self, abort: Abort) -> None:
         """It means all older incarnations, too."""
         if abort.engine in self._removed:
             return
-        if self._common_down or not self._router.is_live(abort.engine):
-            self._late[abort.request_id, abort.engine] = abort
+        by_live = self._text.any_open and self._text.tokenizers.is_live(abort.tokenizer)
+        if not (by_live and self._router.is_live(abort.engine)):
+            self._late[abort.request_id, abort.engine, abort.tokenizer] = abort
         else:
             self._send(abort)
 
@@ -272,6 +299,17 @@ def _strike(handle: RequestHandle, unit: str, from_outside: bool) -> None:
 def _weight(handle: RequestHandle) -> int:
     """In strikes."""
     return handle.strikes + handle.blows // _BLOWS
+
+
+def _was_with(handle: RequestHandle, names: Collection[str]) -> bool:
+    """Whether one of these, which have died as one, is of those that a request goes by."""
+    request = handle.request
+    needs = (
+        f"scheduler.{request.engine}",
+        f"tokenizer.{request.tokenizer}",
+        f"detokenizer.{request.detokenizer}",
+    )
+    return any(name in names for name in needs)
 
 
 def _unit(name: str) -> str:

@@ -1,7 +1,7 @@
 """What was asked of the tokenizer, beside the requests of the ledger, and has not been answered.
 
-A question has no state in the engine, so whatever dies while it is open, it is asked again when all
-is up. One that was open at two deaths of the tokenizer in a row is taken for their cause.
+A question has no state in the engine: if its tokenizer dies, another one is asked, as soon as there
+is one. One that was with a tokenizer at two deaths in a row is taken for their cause.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from ..mq.errors import EngineDeadError, PoisonousRequestError, RingcastError
 from ..mq.messages import Detokenize, Detokenized, Prompt, Rejected, Tokenize, Tokenized
 from .handle import error_of
+from .text_routing import TextActors
 
 MAX_STRIKES = 2
 
@@ -23,17 +24,23 @@ MAX_STRIKES = 2
 class _Question(msgspec.Struct):
     message: Tokenize | Detokenize
     answer: asyncio.Future[Any]
-    is_sent: bool
+    is_sent: bool = False
     strikes: int = 0
 
 
 class TokenizerQuestions:
-    """send: to the tokenizer. index, prefix: the client's number, and what begins its names."""
+    """send: to the message's tokenizer. tokenizers: of them one that lives is chosen. index,
+    prefix: the client's number, and what begins its names."""
 
     def __init__(
-        self, send: Callable[[Tokenize | Detokenize], None], index: int, prefix: str
+        self,
+        send: Callable[[Tokenize | Detokenize], None],
+        tokenizers: TextActors,
+        index: int,
+        prefix: str,
     ) -> None:
-        self._send = send
+        self._send_to = send
+        self._tokenizers = tokenizers
         self._index = index
         self._prefix = prefix
         self._num_asked = 0
@@ -68,23 +75,25 @@ class TokenizerQuestions:
         return True
 
     def blame(self, error: str) -> None:
-        """The tokenizer has died."""
+        """A tokenizer has died, or several."""
         for name, question in self._open.items():
-            question.strikes += question.is_sent
-            question.is_sent = False
+            if not question.is_sent or self._tokenizers.is_live(question.message.tokenizer):
+                continue
+            question.strikes += 1
+            self._take_back(question)
             if question.strikes >= MAX_STRIKES:
                 _fail(
                     question,
                     PoisonousRequestError(
-                        f"{name} was with the tokenizer when it died, twice in a row: {error}"
+                        f"{name} was with a tokenizer when it died, twice in a row: {error}"
                     ),
                 )
 
     def send_again(self) -> None:
+        """Those that are with no tokenizer that lives."""
         for question in self._open.values():
-            if not question.answer.done():
-                question.is_sent = True
-                self._send(question.message)
+            if not question.is_sent and not question.answer.done():
+                self._send(question)
 
     def fail(self, error: EngineDeadError) -> None:
         for question in self._open.values():
@@ -95,14 +104,27 @@ class TokenizerQuestions:
         return f"{self._prefix}-tokenizer-{self._num_asked}"
 
     async def _ask(self, message: Tokenize | Detokenize, is_up: bool) -> Any:
-        question = _Question(message, asyncio.get_running_loop().create_future(), is_up)
+        question = _Question(message, asyncio.get_running_loop().create_future())
         self._open[message.request_id] = question
         try:
             if is_up:
-                self._send(message)
+                self._send(question)
             return await question.answer
         finally:
             del self._open[message.request_id]
+            self._take_back(question)
+
+    def _send(self, question: _Question) -> None:
+        tokenizer = self._tokenizers.choose()
+        question.message = msgspec.structs.replace(question.message, tokenizer=tokenizer)
+        question.is_sent = True
+        self._tokenizers.count(tokenizer, 1)
+        self._send_to(question.message)
+
+    def _take_back(self, question: _Question) -> None:
+        if question.is_sent:
+            question.is_sent = False
+            self._tokenizers.count(question.message.tokenizer, -1)
 
 
 def _fail(question: _Question, error: RingcastError) -> None:

@@ -14,6 +14,7 @@ from .devices import BY_DEVICE, DEVICE_DEFAULTS, check_device_options, find_devi
 from .errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MAX_TEXT_ACTORS = 16  # tokenizers, and detokenizers: an `LLM` gets all its ends in one packet
 MAX_WORKERS = 64  # of one engine: as many as a broadcast channel has readers (board.py)
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -130,6 +131,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="stages, each of tensor_parallel_size workers with a part of the layers, "
             "that compute several steps at a time. Devices cpu and fake",
             extra={"short": "-pp"},
+        ),
+    ] = 1
+    tokenizer_count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_TEXT_ACTORS,
+            description="tokenizer processes; each request goes by one of them",
+        ),
+    ] = 1
+    detokenizer_count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_TEXT_ACTORS,
+            description="detokenizer processes; all of a request's output goes by one of them",
         ),
     ] = 1
     enforce_eager: Annotated[

@@ -35,7 +35,7 @@ from .supervision import Statistics as Statistics
 PROTOCOL = 1
 
 # What a node takes from its master, whatever its own command line says: all that decides which
-# tokens come out, and what clients are told that the engines can do.
+# tokens come out, what clients are told that the engines can do, and whom its schedulers talk to.
 FROM_MASTER = (
     "dtype",
     "quantization",
@@ -55,6 +55,8 @@ FROM_MASTER = (
     "enable_prefix_caching",
     "prefix_caching_hash_algo",
     "step_timeout",
+    "tokenizer_count",
+    "detokenizer_count",
 )
 # What a node has to be given alike: it is code, which a node doesn't take from elsewhere, or a
 # choice of parts that have to fit.

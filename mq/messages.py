@@ -131,6 +131,7 @@ class Generate(Message, tag="generate"):
     keep_prompt_tokens: of a longer prompt only so many tokens count, the last ones (and the special
         ones that the tokenizer adds); 0 keeps all.
     engine: the replica that is to serve it: its scheduler's number. Its client chooses.
+    tokenizer, detokenizer: those that it goes by, all its choices together; likewise.
     """
 
     request_id: str
@@ -144,43 +145,52 @@ class Generate(Message, tag="generate"):
     priority: int = 0
     keep_prompt_tokens: int = 0
     engine: int = 0
+    tokenizer: int = 0
+    detokenizer: int = 0
 
 
 class Abort(Message, tag="abort"):
     """End a request in the replica `engine`.
 
     It means this incarnation and any older one there. Answered by the Finish("abort") of each
-    choice still open, or by nothing if none is.
+    choice still open, or by nothing if none is. tokenizer: the one that its Generate went by, so
+    that it can't overtake it; or any, once something has come of the request.
     """
 
     request_id: str
     incarnation: int
     engine: int = 0
+    tokenizer: int = 0
 
 
 class Ping(Message, tag="ping"):
     """Asks whether a replica works. It goes the way of a request and comes back to its client.
 
     The scheduler passes it on when a step has ended that was sent after it arrived (with nothing to
-    compute, an empty one).
+    compute, an empty one). It goes by this tokenizer and this detokenizer.
     """
 
     client: int
     number: int
     engine: int = 0
+    tokenizer: int = 0
+    detokenizer: int = 0
 
 
 class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     """Nothing computed before this is to be found in the prefix cache of the replica `engine` by
     whoever comes after it.
 
-    It goes the way of a request, in order, and comes back to its client when it is done. request_id
-    tells it from all others, those of older incarnations of its client included.
+    It goes the way of a request, in order with those that go by the same tokenizer, and comes back
+    to its client, by this detokenizer, when it is done. request_id tells it from all others, those
+    of older incarnations of its client included.
     """
 
     client: int
     request_id: str
     engine: int = 0
+    tokenizer: int = 0
+    detokenizer: int = 0
 
 
 class Tokenize(Message, tag="tokenize"):
@@ -193,6 +203,7 @@ class Tokenize(Message, tag="tokenize"):
     request_id: str
     prompt: Prompt
     with_texts: bool = False
+    tokenizer: int = 0
 
 
 class Detokenize(Message, tag="detokenize"):
@@ -201,6 +212,7 @@ class Detokenize(Message, tag="detokenize"):
     client: int
     request_id: str
     token_ids: bytes  # i32[N]
+    tokenizer: int = 0
 
 
 ClientToTokenizer = Generate | Abort | Ping | ResetPrefixCache | Tokenize | Detokenize
@@ -251,6 +263,7 @@ class AddRequest(Message, tag="add"):
 
     bad_words: `params.bad_words` as token ids; a word that can be written in two ways is in it
         twice.
+    detokenizer: as in Generate.
     """
 
     request_id: str
@@ -263,6 +276,7 @@ class AddRequest(Message, tag="add"):
     resume: list[Resume] = []  # as in Generate
     bad_words: list[bytes] = []  # i32[length of the word] each
     priority: int = 0  # likewise
+    detokenizer: int = 0
 
 
 class AbortRequest(Message, tag="abort"):
@@ -271,7 +285,8 @@ class AbortRequest(Message, tag="abort"):
 
 
 class AbortClient(Message, tag="abort_client"):
-    """A client has died: end all its requests. Comes after everything that it had sent."""
+    """A client has died: end all its requests that came by this tokenizer. Comes after everything
+    that it had sent that way."""
 
     client: int
 
@@ -292,7 +307,7 @@ TokenizerToScheduler = AddRequest | AbortRequest | AbortClient | Ping | ResetPre
 
 
 class OpenStream(Message, tag="open"):
-    """Choice `choice` of a request will speak as `stream`.
+    """Choice `choice` of a request will speak as `stream`, to detokenizer stream % D of D.
 
     Sent for each choice before its first StreamStep. resumed: the first tokens of its output, which
     the client has: they are not sent again, and the first StreamStep's token_index follows them.
@@ -358,7 +373,8 @@ class StreamStep(Message, tag="step"):
 
 
 class PeersGoneHeard(Message, tag="gone_heard"):
-    """To the gateway in the detokenizer's place, which keeps it."""
+    """To the gateway in the detokenizers' place, which keeps it. Sent on the way to each of them:
+    what comes after it there is for the next incarnation of whoever died."""
 
     death: int
 

@@ -44,6 +44,7 @@ class Cluster:
 
     def start_master(self) -> Program:
         options = ("--host", "0.0.0.0", "--served-model-name", "model", *self._options())
+        options += ("--detokenizer-count", "2")  # the node hears of it
         return self.master_host.start(RINGCAST, "serve", str(self.model), *options, **SLOW)
 
     def start_node(self, *more: str, model=None) -> Program:

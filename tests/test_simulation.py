@@ -59,6 +59,9 @@ def test_every_kind_of_thing_happens():
     faults = {(fault.kind, fault.actor) for one in drawn for fault in one.faults}
     actors = ("tokenizer.0", "scheduler.0", "worker.0", "detokenizer.0", "client.0", "client.1")
     replicas = tuple(f"{kind}.{i}" for kind in ("scheduler", "worker") for i in (1, 2, 3))
+    assert {("kill", "tokenizer.1"), ("kill", "detokenizer.1")} <= faults
+    numbers = {(one.config.tokenizer_count, one.config.detokenizer_count) for one in drawn}
+    assert numbers == {(1, 1), (1, 2), (2, 1), (2, 2)}
     for kind in ("kill", "stall"):
         assert {(kind, actor) for actor in (*actors, "coordinator.0")} <= faults
     assert {("kill", actor) for actor in replicas} <= faults
@@ -106,7 +109,13 @@ def test_a_seed_replays_exactly():
     assert there.stdout.split() == here
 
 
-@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
+        for one in mutations.MUTATIONS
+    ],
+)
 def test_mutations_are_found(mutation):
     found = mutations.find(mutation)
     assert found is not None, f"{mutation.name}: not found by {mutation.most} seeds"

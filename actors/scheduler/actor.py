@@ -19,4 +19,6 @@ class Scheduler(Actor):
             num_workers=topology.ranks_per_engine(boot.counts),
             name=boot.actor,
             has_coordinator=boot.counts.get("coordinator", 0) > 0,
+            num_tokenizers=topology.count_of("tokenizer", boot.counts),
+            num_detokenizers=topology.count_of("detokenizer", boot.counts),
         )

@@ -7,7 +7,8 @@
                    choice lets the others fork.
     StopStream     ends a stream after so many tokens.
     AbortRequest   ends what is open of a request, in this or an older incarnation.
-    AbortClient    ends what is open of a client's requests. So does a lost client.
+    AbortClient    ends what is open of a client's requests that came by this tokenizer. A lost
+                   client ends all of its (client_deaths.py).
     WorkerReady    of the last worker: there are blocks now. Admits the requests that came earlier.
     Ping           waits for the next plan, and goes on when that step's output is back.
     PeersGone      loses each of these peers, on another host than theirs. Answered last of all.
@@ -15,15 +16,17 @@
 
 Every stream that is opened ends by exactly one StreamEnd; those of a request that comes again with
 a newer incarnation are aborted. What arrives for something that is no more (an abort, a stop, a
-token of a row given up) is dropped. When the detokenizer is lost, all streams are aborted: their
-clients come again. Its next incarnation may hear that: a scheduler that has just started is told of
-older deaths late, and may have opened streams for stragglers by then.
+token of a row given up) is dropped. When a detokenizer is lost, its streams are aborted (of D
+detokenizers, stream s is number s % D's): their clients come again. Its next incarnation may hear
+that: a scheduler that has just started is told of older deaths late, and may have opened streams
+for stragglers by then.
 
-At a flush all tokens and ends go out as one StreamStep, and steps are planned and sent until
-`most_steps_in_flight` are out. So the workers find the next plan when they have answered one: the
-scheduler runs ahead of them, and a sequence takes part although its newest token is not back
-(sequence.py). What ends a sequence may then be seen late: what steps in flight still sample for it
-is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step is out.
+At a flush all tokens and ends go out as one StreamStep for each detokenizer, and steps are planned
+and sent until `most_steps_in_flight` are out. So the workers find the next plan when they have
+answered one: the scheduler runs ahead of them, and a sequence takes part although its newest token
+is not back (sequence.py). What ends a sequence may then be seen late: what steps in flight still
+sample for it is dropped, and counted as overshoot. A plan is empty only if a ping waits and no step
+is out.
 One of several replicas reports its load, too (load.py). Where replicas step together, plans are
 sent as waves.py says, and are empty when there is nothing to compute.
 """
@@ -39,6 +42,7 @@ from ...mq import codec, messages
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.kv_groups import longest_chunk
 from ..core import PeerAdded, PeerLost, Send
+from .client_deaths import ClientDeaths
 from .kv_cache import KVCache
 from .load import LoadReports
 from .outbox import Outbox
@@ -59,9 +63,10 @@ class SchedulerCore:
         spec: ModelSpec,
         num_workers: int = 1,
         name: str = "scheduler.0",
-        detokenizer: str = "detokenizer.0",
         coordinator: str = "coordinator.0",
         has_coordinator: bool | None = None,
+        num_tokenizers: int = 1,
+        num_detokenizers: int = 1,
     ) -> None:
         self.name = name
         self._coordinator = coordinator
@@ -79,18 +84,16 @@ class SchedulerCore:
         self.planner = Planner(config, self.kv)
         self._spec = spec
         self._num_workers = num_workers
-        self._detokenizer = detokenizer
+        self._detokenizers = [f"detokenizer.{i}" for i in range(num_detokenizers)]
         self._max_steps_in_flight = config.most_steps_in_flight
         self._workers: dict[int, messages.WorkerReady] = {}  # by rank
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, Sequence] = {}
-        self._next_stream = count()
+        self._next_stream = [count(i, num_detokenizers) for i in range(num_detokenizers)]
         self._in_flight: dict[int, Step] = {}
         self._pack_rows = Repacker()
         self._pings: list[messages.Ping] = []  # that wait for a plan
-        # A client's PeerLost and AbortClient: the first that came, until the other does.
-        self._lost_clients: set[int] = set()
-        self._aborted_clients: set[int] = set()
+        self._client_deaths = ClientDeaths(f"tokenizer.{i}" for i in range(num_tokenizers))
         self._num_steps = 0
         self._generation_tokens = 0
         self._overshoot_tokens = 0
@@ -98,7 +101,8 @@ class SchedulerCore:
         self._ttft_seconds = 0.0
         self._num_first_tokens = 0
         self._now = 0.0
-        self._outbox = Outbox()
+        self._source = ""  # of the message that is handled
+        self._outbox = Outbox(num_detokenizers)
         self._handlers: dict[type, Any] = {
             messages.StepOutput: self._take_output,
             messages.AddRequest: self._add,
@@ -115,7 +119,7 @@ class SchedulerCore:
             self._handlers[messages.AskWave] = self._waves.ask
 
     def handle(self, source: str, message: Any, now: float) -> Series[Send]:
-        self._now = now
+        self._now, self._source = now, source
         if isinstance(message, PeerLost):
             self._lose(source)
         elif isinstance(message, PeerAdded):
@@ -130,7 +134,8 @@ class SchedulerCore:
         if waves is not None:
             wanted = bool(self._streams or self._pings)
             sends += [Send(self._coordinator, word) for word in waves.words(wanted)]
-        sends += [Send(self._detokenizer, message) for message in self._outbox.drain()]
+        for detokenizer, told in zip(self._detokenizers, self._outbox.drain(), strict=True):
+            sends += [Send(detokenizer, message) for message in told]
         if not self._is_alone:
             running = len(self.planner.running)
             waiting = len(self._streams) - running
@@ -235,6 +240,7 @@ class SchedulerCore:
         return sends
 
     def _add(self, message: messages.AddRequest) -> None:
+        self._client_deaths.heard(self._source)
         old = self._requests.get(message.request_id)
         if old is not None:
             if message.incarnation <= old.incarnation:
@@ -242,7 +248,8 @@ class SchedulerCore:
             self._end_all(old)
         spec = self._spec
         ends = spec.eos_token_ids, spec.max_model_len
-        request = Request(message, self._next_stream, *ends, self._now)
+        streams = self._next_stream[message.detokenizer]
+        request = Request(message, streams, *ends, self._now, self._source)
         self._requests[request.request_id] = request
         self._reports.count(request.client, len(request.open))
         for stream, sequence in request.open.items():
@@ -306,29 +313,35 @@ class SchedulerCore:
         if request is not None and request.incarnation <= message.incarnation:
             self._end_all(request)
 
-    def _abort_client(self, client: int) -> None:
+    def _abort_client(self, client: int, tokenizer: str = "") -> None:
+        """tokenizer: only what came by this one."""
         for request in [r for r in self._requests.values() if r.client == client]:
-            self._end_all(request)
-        self._pings[:] = [ping for ping in self._pings if ping.client != client]
+            if tokenizer in ("", request.tokenizer):
+                self._end_all(request)
+        self._pings[:] = [
+            ping
+            for ping in self._pings
+            if ping.client != client or tokenizer not in ("", f"tokenizer.{ping.tokenizer}")
+        ]
 
     def _client_gone(self, message: messages.AbortClient) -> None:
-        _pair(message.client, self._lost_clients, self._aborted_clients)
-        self._abort_client(message.client)
+        self._client_deaths.aborted(message.client, self._source)
+        self._abort_client(message.client, self._source)
 
     def _lose(self, peer: str) -> None:
         kind, _, number = peer.partition(".")
         if kind == "client":
-            _pair(int(number), self._aborted_clients, self._lost_clients)
+            self._client_deaths.lost(int(number))
             self._abort_client(int(number))
         elif kind == "tokenizer":  # with whatever AbortClient is still missing
-            for client in self._lost_clients:
-                self._abort_client(client)
-            self._lost_clients.clear()
+            for client in self._client_deaths.lost_tokenizer(peer):
+                self._abort_client(client, peer)
         elif peer == self._coordinator:
             self._reports.forget()
-        elif peer == self._detokenizer:
+        elif kind == "detokenizer":
             for sequence in list(self._streams.values()):
-                self._end(sequence, "abort")
+                if self._detokenizers[sequence.stream % len(self._detokenizers)] == peer:
+                    self._end(sequence, "abort")
 
     def _peers_gone(self, message: messages.PeersGone) -> None:
         for name in message.names:
@@ -472,11 +485,3 @@ class SchedulerCore:
 
     def _stop_reason(self, token: int) -> int | None:
         return None if token in self._spec.eos_token_ids else token
-
-
-def _pair(client: int, others: set[int], own: set[int]) -> None:
-    """One of two events that come in any order: take the other away, or wait for it."""
-    if client in others:
-        others.discard(client)
-    else:
-        own.add(client)

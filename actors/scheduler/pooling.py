@@ -64,8 +64,18 @@ class PoolingCore(SchedulerCore):
         num_workers: int = 1,
         name: str = "scheduler.0",
         has_coordinator: bool | None = None,
+        num_tokenizers: int = 1,
+        num_detokenizers: int = 1,
     ) -> None:
-        super().__init__(config, spec, num_workers, name, has_coordinator=has_coordinator)
+        super().__init__(
+            config,
+            spec,
+            num_workers,
+            name,
+            has_coordinator=has_coordinator,
+            num_tokenizers=num_tokenizers,
+            num_detokenizers=num_detokenizers,
+        )
         assert spec.pooling is not None
         assert config.max_num_batched_tokens >= spec.max_model_len, "a prompt may not fit a step"
         self._vector_bytes = 4 * spec.pooling.dimension

@@ -12,7 +12,8 @@ class Request:
     """open: the choices that have not ended. held: those that wait to fork from the first one; none
     of a request that is resumed, whose choices have nothing more in common than their prompt.
     counted: the prompt is in the statistics. hashes: of the prompt's full blocks, once they were
-    asked for. priority: the lower, the more urgent. queued: when it got here.
+    asked for. priority: the lower, the more urgent. queued: when it got here. tokenizer: by which
+    it came.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Request:
         "queued",
         "request_id",
         "salt",
+        "tokenizer",
     )
 
     def __init__(
@@ -39,8 +41,10 @@ class Request:
         eos_token_ids: Iterable[int],
         max_model_len: int,
         queued: float = 0.0,
+        tokenizer: str = "",
     ) -> None:
         params = message.params
+        self.tokenizer = tokenizer
         self.queued = queued
         self.request_id = message.request_id
         self.arrival = message.arrival

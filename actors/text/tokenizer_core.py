@@ -194,6 +194,7 @@ class TokenizerCore:
             bad_words=bad_words,
             resume=request.resume,
             priority=request.priority,
+            detokenizer=request.detokenizer,
         )
 
     def _output(self, output: OutputSpec, ids: NDArray[Any]) -> OutputSpec:

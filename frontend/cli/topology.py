@@ -16,7 +16,7 @@ import msgspec
 
 from ...actors import topology
 from ...mq.board import MAX_READERS
-from ...mq.config import EngineConfig
+from ...mq.config import MAX_TEXT_ACTORS, EngineConfig
 from ...mq.endpoint import SENDERS
 from ...mq.errors import ConfigError
 from .graph import Graph, make_graph
@@ -24,7 +24,7 @@ from .graph_svg import draw_svg
 from .graph_text import draw_text
 from .remote import RemoteServer
 
-_NUMBERS = ("clients", "workers", "data-parallel-size")
+_NUMBERS = ("clients", "workers", "data-parallel-size", "tokenizer-count", "detokenizer-count")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON, with every channel")
     parser.add_argument("--url", help="a running server, whose actors are drawn with their pids")
     parser.add_argument("--clients", type=int, metavar="N", help="as with N API servers")
+    for kind in ("tokenizer", "detokenizer"):
+        parser.add_argument(f"--{kind}-count", type=int, metavar="N", help=f"as with N {kind}s")
     parser.add_argument(
         *("--workers", "--tensor-parallel-size", "-tp"),
         type=int,
@@ -61,17 +63,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _graph(args: argparse.Namespace) -> Graph:
-    given = zip(_NUMBERS, (args.clients, args.workers, args.data_parallel_size), strict=True)
-    asked = {option: count for option, count in given if count is not None}
+    given = {option: getattr(args, option.replace("-", "_")) for option in _NUMBERS}
+    asked = {option: count for option, count in given.items() if count is not None}
     if args.url is not None:
         if asked or args.transport:
             raise ConfigError("--url draws what runs there, so no other numbers and no transport")
         return graph_of(asyncio.run(_status(args.url)))
     for option, count in asked.items():
-        if not 1 <= count <= MAX_READERS:
-            raise ConfigError(f"--{option} {count}: it must be 1 to {MAX_READERS}")
-    clients, ranks, replicas = (asked.get(option, 1) for option in _NUMBERS)
+        most = MAX_TEXT_ACTORS if option.endswith("tokenizer-count") else MAX_READERS
+        if not 1 <= count <= most:
+            raise ConfigError(f"--{option} {count}: it must be 1 to {most}")
+    clients, ranks, replicas, tokenizers, detokenizers = (asked.get(o, 1) for o in _NUMBERS)
     counts = {"client": clients, **topology.counts_for(replicas, ranks)}
+    counts |= {"tokenizer": tokenizers, "detokenizer": detokenizers}
     return make_graph(counts, args.transport or EngineConfig().transport)
 
 

@@ -63,6 +63,8 @@ class ApiServer(Actor):
             topology.num_engines(boot.counts),
             engine.data_parallel_routing,
             tallies,
+            engine.tokenizer_count,
+            engine.detokenizer_count,
         )
         self._client.observer = self._recorder = Recorder(tallies)
         if (endpoint := boot.server.otlp_traces_endpoint) is not None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 
+import msgspec
 import pytest
 
 from ringcast.actors import hosts, topology
@@ -49,13 +50,22 @@ class Side:
     """One host: the gateway, its supervisor's end of the control connection, and `others`, who
     have the other ends of its channels."""
 
-    def __init__(self, kind, name: str, others: list[str], headless: bool, port: int, session: str):
+    def __init__(
+        self,
+        kind,
+        name: str,
+        others: list[str],
+        headless: bool,
+        port: int,
+        session: str,
+        engine: EngineConfig = ENGINE,
+    ):
         # Rank 1 is the node's, so that its port is `port`.
         config = ClusterConfig(
             headless=headless, data_parallel_size_local=1, data_parallel_rpc_port=port - 1
         )
         place = ClusterPlace(config=config, first=int(headless), num=1, session=session)
-        counts = topology.counts_of(ENGINE)
+        counts = topology.counts_of(engine)
         counts = hosts.node_counts(counts) if headless else counts
         self.owners = [
             ChannelOwner.create(
@@ -72,7 +82,7 @@ class Side:
             target="",
             parent_pid=0,
             control_fd=-1,
-            engine=ENGINE,
+            engine=engine,
             spec=SPEC,
             endpoints=[owner.endpoint(name) for owner in self.owners],
             counts=counts,
@@ -140,11 +150,13 @@ class Side:
 
 
 @contextlib.asynccontextmanager
-async def pair(node_session: str = "s"):
+async def pair(node_session: str = "s", engine: EngineConfig = ENGINE):
     port = free_port()
-    peers = ["tokenizer.0", "detokenizer.0", "coordinator.0"]
-    master = Side(MasterGateway, "scheduler.1", peers, False, port, "s")
-    node = Side(NodeGateway, "gateway.1", ["scheduler.1"], True, port, node_session)
+    counts = topology.counts_of(engine)
+    kinds = ("tokenizer", "detokenizer", "coordinator")
+    peers = [f"{kind}.{i}" for kind in kinds for i in range(topology.count_of(kind, counts))]
+    master = Side(MasterGateway, "scheduler.1", peers, False, port, "s", engine)
+    node = Side(NodeGateway, "gateway.1", ["scheduler.1"], True, port, node_session, engine)
     try:
         yield master, node
     finally:
@@ -254,6 +266,29 @@ async def test_a_client_that_is_lost_and_a_replica_that_is_nothing_to_it():
         others = ["worker.0", "scheduler.0"]
         master.actor.on_control(supervision.PeersLost(2, "worker.0", "died", "", others))
         await master.until(lambda: supervision.PeersForgotten(2) in master.said)
+
+
+@run
+async def test_a_death_is_forgotten_when_every_detokenizers_way_has_brought_the_answer():
+    several = msgspec.structs.replace(ENGINE, tokenizer_count=2, detokenizer_count=2)
+    async with pair(engine=several) as (master, node):
+        await joined(master, node)
+        master.send("tokenizer.1", ping(1))
+        lost = supervision.PeersLost(5, "tokenizer.1", "died", "", ["tokenizer.1"])
+        for owner in master.owners:
+            if "tokenizer.1" in (owner.writer, *owner.readers):
+                owner.mark_dead("tokenizer.1")
+        master.actor.on_control(lost)
+        await node.until(lambda: len(node.got) == 2)
+        gone_too = messages.PeersGone(5, ["tokenizer.1"])
+        assert node.got == [("tokenizer.1", ping(1)), ("tokenizer.1", gone_too)]
+        scheduler = node.others["scheduler.1"]
+        scheduler.send("detokenizer.1", messages.PeersGoneHeard(5))
+        scheduler.send("detokenizer.0", ping(2))
+        await master.until(lambda: ("scheduler.1", ping(2)) in master.got)
+        assert not any(isinstance(m, supervision.PeersForgotten) for m in master.said)
+        scheduler.send("detokenizer.0", messages.PeersGoneHeard(5))
+        await master.until_said(supervision.PeersForgotten)
 
 
 @run

@@ -1,5 +1,7 @@
 """A replica that can't be kept alive: the others go on without it, and the last one is missed."""
 
+import pytest
+
 from ringcast.actors import effects as fx
 from ringcast.actors import topology
 from ringcast.actors.lifecycle import Lifecycle, State
@@ -7,9 +9,9 @@ from ringcast.actors.lifecycle import Lifecycle, State
 UNITS = topology.units(topology.counts_for(replicas=2, ranks=1))
 
 
-def serving(max_restarts=1):
+def serving(max_restarts=1, units=UNITS):
     life = Lifecycle(
-        UNITS,
+        units,
         ["client.0"],
         shutdown_timeout=30.0,
         max_restarts=max_restarts,
@@ -17,7 +19,7 @@ def serving(max_restarts=1):
         step_timeout=5.0,
     )
     life.begin(0.0)
-    for actors in UNITS.values():
+    for actors in units.values():
         for actor in actors:
             life.ready(actor, 1.0)
     life.listening("client.0")
@@ -100,3 +102,23 @@ def test_it_is_not_waited_for_at_the_end():
 
 def test_without_restarts_any_death_ends_everything():
     assert only(lose(serving(max_restarts=0), 0, 100.0), fx.TellFailed)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
+def test_a_text_actor_is_given_up_while_there_is_another(kind):
+    counts = {**topology.counts_for(replicas=1, ranks=1), kind: 2}
+    life = serving(units=topology.units(counts))
+    for now in (100.0, 100.5):
+        effects = list(life.died(f"{kind}.1", "boom", now=now))
+        (told,) = only(effects, fx.TellLost)
+        for actor in told.to:
+            effects += life.forgotten(actor, told.death)
+    assert told.final
+    assert not only(effects, fx.Start)
+    assert life.given_up == {f"{kind}.1"}
+    for now in (200.0, 200.5):
+        effects = list(life.died(f"{kind}.0", "boom", now=now))
+        for told in only(effects, fx.TellLost):
+            for actor in told.to:
+                effects += life.forgotten(actor, told.death)
+    assert f"{kind}.0 has died 2 times" in only(effects, fx.TellFailed)[0].error

@@ -79,3 +79,19 @@ def test_what_stays_within_an_engine_is_on_its_host_alone():
         *("scheduler.0>workers", "scheduler.1>workers"),
         *(f"worker.{w}>scheduler.{w // 2}" for w in range(4)),
     }
+
+
+def test_text_actors_are_all_on_the_master_and_have_their_edges_on_both_hosts():
+    counts = {**COUNTS, "tokenizer": 2, "detokenizer": 2}
+    master, node = (
+        hosts.part_of(
+            hosts.node_counts(counts) if headless else counts,
+            ClusterPlace(config=ClusterConfig(headless=headless), first=first, num=2, session="s"),
+        )
+        for headless, first in ((False, 2), (True, 0))
+    )
+    text = {"tokenizer.0", "tokenizer.1", "detokenizer.0", "detokenizer.1"}
+    assert text <= set(master.instances)
+    assert not text & set(node.instances)
+    for edge in ("tokenizer.1>scheduler.0", "scheduler.0>detokenizer.1"):
+        assert all(edge in {c.name for c in part.channels} for part in (master, node))

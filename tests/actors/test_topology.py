@@ -85,3 +85,19 @@ def test_replicas_that_step_together_are_one_unit():
     assert {"coordinator.0>scheduler.0", "coordinator.0>scheduler.1"} < started
     apart = topology.counts_of(EngineConfig(device="fake", data_parallel_size=2))
     assert not [c for c in topology.channels(apart) if c.name == "coordinator.0>scheduler.0"]
+
+
+def test_text_actors_are_units_of_their_own_and_talk_to_all():
+    engine = EngineConfig(
+        device="fake", tokenizer_count=2, detokenizer_count=3, data_parallel_size=2
+    )
+    counts = topology.counts_of(engine)
+    units = topology.units(counts)
+    text = [f"tokenizer.{i}" for i in range(2)] + [f"detokenizer.{i}" for i in range(3)]
+    assert all(units[name] == (name,) for name in text)
+    names = {channel.name for channel in topology.channels(counts)}
+    for name in text:
+        assert f"{name}>client.0" in names
+        assert {f"{name}>scheduler.{i}" for i in range(2)} <= names
+    assert {f"scheduler.{e}>detokenizer.{d}" for e in range(2) for d in range(3)} <= names
+    assert {"client.0>tokenizer.0", "client.0>tokenizer.1"} <= names

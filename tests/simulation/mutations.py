@@ -43,6 +43,7 @@ class Mutation:
     make: Callable[[Function], Function]
     profiles: tuple[str, ...] = ()  # all
     most: int = 40
+    slow: bool = False  # to find
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -111,6 +112,40 @@ def _to_first(kind: type) -> Callable[[Function], Function]:
         return handle
 
     return make
+
+
+def _by_another(right: Function) -> Function:
+    def send(self: Any, message: Any) -> None:
+        if isinstance(message, messages.Abort):
+            live = self._text.tokenizers.live
+            tokenizer = live[live.index(message.tokenizer) - 1]
+            message = msgspec.structs.replace(message, tokenizer=tokenizer)
+        right(self, message)
+
+    return send
+
+
+def _next_one(right: Function) -> Function:
+    def of(self: Any, number: int, items: Any) -> Any:
+        return right(self, (number + 1) % len(self._parts), items)
+
+    return of
+
+
+def _to_first_detokenizer(right: Function) -> Function:
+    def add(self: Any, request: Any) -> Any:
+        return msgspec.structs.replace(right(self, request), detokenizer=0)
+
+    return add
+
+
+def _of_all(right: Function) -> Function:
+    def lose(self: Any, peer: str) -> None:
+        names = self._detokenizers if peer in self._detokenizers else [peer]
+        for name in names:
+            right(self, name)
+
+    return lose
 
 
 def _twice(right: Function) -> Function:
@@ -332,9 +367,31 @@ MUTATIONS = [
     Mutation(
         "a replica's death is everybody's",
         takeover,
-        "_engines",
-        lambda right: lambda names: [],
+        "_was_with",
+        lambda right: lambda handle, names: True,
         _CRASHES,
+    ),
+    Mutation(
+        "an abort goes by another tokenizer", client.EngineClient, "_send", _by_another, most=100
+    ),
+    Mutation("a stream is opened elsewhere", scheduler_core.Outbox, "_of", _next_one),
+    Mutation("a tokenizer forgets the detokenizer", _TOKENIZER, "_add", _to_first_detokenizer),
+    Mutation(
+        "a detokenizer's death is all streams'",
+        _SCHEDULER,
+        "_lose",
+        _of_all,
+        _CRASHES,
+        slow=True,
+    ),
+    Mutation(
+        "a client's end by one tokenizer ends what came by others",
+        _SCHEDULER,
+        "_abort_client",
+        lambda right: lambda self, client, tokenizer="": right(self, client),
+        _CRASHES,
+        300,
+        slow=True,
     ),
     Mutation("pings go to one replica", _TOKENIZER, "handle", _to_first(messages.Ping)),
     Mutation("the scheduler forgets nothing", _SCHEDULER, "_lose", _nothing, _CRASHES),

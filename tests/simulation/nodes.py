@@ -11,6 +11,7 @@ but for HTTP).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
@@ -284,6 +285,8 @@ class CoreNode(Node):
                     num_workers=config.num_workers,
                     name=self.name,
                     has_coordinator=world.graph["coordinator"] > 0,
+                    num_tokenizers=config.tokenizer_count,
+                    num_detokenizers=config.detokenizer_count,
                 )
             case "detokenizer":
                 self.core = DetokenizerCore(spec, tokenizer)
@@ -421,7 +424,7 @@ class ClientNode(Node):
 
     def _make(self) -> None:
         self.open = False
-        self.pongs: set[int] = set()  # replicas that have answered
+        self.pongs: set[messages.Ping] = set()  # that have come back
         self._collected: list[Send] = []
         self._draining = False
         self.losses: Counter[str] = Counter()  # that it was told of, by who was lost
@@ -435,13 +438,24 @@ class ClientNode(Node):
             policy=scenario.config.scheduling_policy,
             num_engines=topology.num_engines(self.world.graph),
             routing=scenario.config.data_parallel_routing,
+            num_tokenizers=scenario.config.tokenizer_count,
+            num_detokenizers=scenario.config.detokenizer_count,
         )
 
     def ping(self, number: int) -> None:
-        """Every replica."""
-        for engine in range(topology.num_engines(self.world.graph)):
-            ping = messages.Ping(self.index, number, engine)
-            self._collected.append(Send("tokenizer.0", ping))
+        """Every replica, by every tokenizer and detokenizer that there is."""
+        for ping in self.pings(number):
+            self._collected.append(Send(f"tokenizer.{ping.tokenizer}", ping))
+
+    def pings(self, number: int) -> list[messages.Ping]:
+        gone = self.world.supervisor.life.given_up
+
+        def live(kind: str) -> list[int]:
+            names = self.world.instances(kind)
+            return [int(name.partition(".")[2]) for name in names if name not in gone]
+
+        ways = itertools.product(live("scheduler"), live("tokenizer"), live("detokenizer"))
+        return [messages.Ping(self.index, number, *way) for way in ways]
 
     def statistics(self) -> dict[str, float]:
         return self.client.statistics() if self.state == "ready" else {}
@@ -453,7 +467,7 @@ class ClientNode(Node):
     def _handle(self, batch: list[tuple[str, Any]], sent: list[tuple[str, Any]]) -> Job:
         for source, message in batch:
             if isinstance(message, messages.Ping):
-                self.pongs.add(message.engine)
+                self.pongs.add(message)
             self.client.deliver(source, message)
         yield from self._flush(sent)
 

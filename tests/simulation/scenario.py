@@ -21,6 +21,7 @@ POISON = 3  # the first token of a prompt that kills its worker; no other prompt
 POISON_AT = 4  # the second is this + the number of output tokens at which it does
 
 PROFILES = ("calm", "slow", "crashes", "crashes", "poison", "poison and crashes", "storm", "stop")
+_TEXT_ACTORS = ((1, 1), (1, 1), (2, 2), (2, 2), (2, 1), (1, 2))
 _WORDS = ("lorem", "ipsum", "dolor", "über", "日本", "🙂", "sit", "amet")
 
 
@@ -134,6 +135,8 @@ def draw(seed: int) -> Scenario:
         else 1,
         scheduling_policy="fcfs" if seed % 2 else "priority",
         enable_prefix_caching=(caching := rng.random() < 0.8),
+        tokenizer_count=(numbers := random.Random(f"{seed} text").choice(_TEXT_ACTORS))[0],
+        detokenizer_count=numbers[1],
         data_parallel_routing=replicas.choice(["score", "prefix"])
         if size > 1 and caching
         else "score",
@@ -176,6 +179,8 @@ def draw(seed: int) -> Scenario:
         for wish in rng.sample(scenario.wishes, rng.choice([1, 1, 2])):
             _poison(rng, wish)
     scenario.faults = [_spread(replicas, scenario, fault) for fault in _faults(rng, scenario)]
+    if numbers != (1, 1):
+        _spread_text(random.Random(f"{seed} text faults"), scenario)
     if not config.lockstep:  # those are not scaled
         _scale(random.Random(f"{seed} scales"), scenario)
     if config.scheduling_policy == "priority":
@@ -298,6 +303,25 @@ def _scale(rng: random.Random, scenario: Scenario) -> None:
             actor = rng.choice(["scheduler.1", "worker.1", "scheduler.2", "worker.3"])
             at = rng.random() * within
             scenario.faults.append(Fault("kill", actor, at, rng.randrange(20)))
+
+
+def _spread_text(rng: random.Random, scenario: Scenario) -> None:
+    """A fault of a first text actor hits any of its kind; where things die, more of them do."""
+    config = scenario.config
+    counts = {"tokenizer": config.tokenizer_count, "detokenizer": config.detokenizer_count}
+
+    def any_of(kind: str) -> str:
+        return f"{kind}.{rng.randrange(counts[kind])}"
+
+    scenario.faults = [
+        replace(fault, actor=any_of(kind)) if kind in counts else fault
+        for fault in scenario.faults
+        for kind in [fault.actor.partition(".")[0]]
+    ]
+    if scenario.faulty:
+        for _ in range(rng.randrange(3)):
+            actor, at = any_of(rng.choice(sorted(counts))), rng.random() * scenario.spread
+            scenario.faults.append(Fault("kill", actor, at, rng.randrange(40)))
 
 
 def _spread(rng: random.Random, scenario: Scenario, fault: Fault) -> Fault:

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """What a scheduler has said of one stream.
+    """What a scheduler has said of one stream, to one detokenizer.
 
-    heard: the incarnation of the detokenizer that has it open, or -1.
+    heard: the incarnation of that detokenizer that has it open, or -1.
     """
 
-    def __init__(self, opened: messages.OpenStream) -> None:
+    def __init__(self, opened: messages.OpenStream, to: str) -> None:
         self.opened = opened
+        self.to = to
         self.key = (opened.request_id, opened.incarnation, opened.choice)
         self.num_tokens = len(opened.resumed) // 4
         self.ended = False
@@ -39,6 +40,9 @@ class Wire:
         self._streams: dict[tuple[str, int, int], Stream] = {}
         self._said: dict[tuple[str, int, int], int] = {}  # tokens in chunks so far; -1: finished
         self._incarnations: dict[str, int] = {}
+        self._detokenizers: dict[tuple[str, int], str] = {}  # by request and incarnation
+        self._bearers: dict[tuple[str, int, str], Node] = {}  # the tokenizer that had brought it
+        self._aborted: dict[tuple[str, int, str], int] = {}  # by scheduler: up to this incarnation
         self._losses: dict[
             str, dict[str, int]
         ] = {}  # by request: what its client knew when it went
@@ -49,14 +53,17 @@ class Wire:
         self._world.trace.note(f"{node.name} > {to}", payload, message)
         match message:
             case messages.OpenStream():
-                self._open(node, message)
+                self._open(node, to, message)
             case messages.StreamStep():
-                self._step(node, message)
+                self._step(node, to, message)
+            case messages.AddRequest(request_id=request_id, incarnation=incarnation):
+                self._bearers[request_id, incarnation, to] = node
             case messages.Chunks(chunks=chunks):
                 for chunk in chunks:
                     assert to == f"client.{self._client_of(chunk.request_id)}"
                     self._chunk(chunk)
             case messages.Generate():
+                assert to == f"tokenizer.{message.tokenizer}"
                 self._generate(node, message)
             case messages.Abort(request_id=request_id, incarnation=incarnation):
                 # The next incarnation may be waiting to be sent.
@@ -66,22 +73,26 @@ class Wire:
     def _client_of(self, request_id: str) -> int:
         return self._world.by_request[request_id].wish.client
 
-    def _open(self, node: Node, opened: messages.OpenStream) -> None:
+    def _open(self, node: Node, to: str, opened: messages.OpenStream) -> None:
         key = (node.name, node.generation, opened.stream)
         assert key not in self._streams, f"stream {opened.stream} is opened twice"
-        stream = self._streams[key] = Stream(opened)
+        stream = self._streams[key] = Stream(opened, to)
+        wanted = self._detokenizers[opened.request_id, opened.incarnation]
+        assert to == wanted, f"{stream.key} is opened at {to}, not {wanted}"
         same = [s for k, s in self._streams.items() if k[:2] == key[:2] and s.key == stream.key]
         assert len(same) == 1, f"{stream.key} is opened twice"
 
-    def _step(self, node: Node, step: messages.StreamStep) -> None:
+    def _step(self, node: Node, to: str, step: messages.StreamStep) -> None:
         fields = (step.streams, step.token_index, step.token_ids)
         for number, index, _ in zip(*(codec.ints(f).tolist() for f in fields), strict=True):
             stream = self._streams[node.name, node.generation, number]
+            assert stream.to == to, f"{stream.key} speaks to {to}"
             assert not stream.ended, f"{stream.key} speaks after its end"
             assert index == stream.num_tokens, f"{stream.key}: token {index} is out of turn"
             stream.num_tokens += 1
         for end in step.ends:
             stream = self._streams[node.name, node.generation, end.stream]
+            assert stream.to == to, f"{stream.key} ends at {to}"
             assert not stream.ended, f"{stream.key} ends twice"
             assert end.num_tokens <= stream.num_tokens
             stream.ended = True
@@ -101,6 +112,7 @@ class Wire:
         request_id, incarnation = message.request_id, message.incarnation
         assert incarnation > self._incarnations.get(request_id, -1), f"{request_id}: sent again"
         self._incarnations[request_id] = incarnation
+        self._detokenizers[request_id, incarnation] = f"detokenizer.{message.detokenizer}"
         user = self._world.by_request.get(request_id)
         if user is None:  # it is being submitted
             assert not message.resume
@@ -112,7 +124,11 @@ class Wire:
     def _has_reason(self, node: Node, message: messages.Generate) -> None:
         """Nothing is sent again but for the death of what it was with: not of another replica."""
         losses = node.losses
-        names = (f"scheduler.{message.engine}", "tokenizer.0", "detokenizer.0")
+        names = (
+            f"scheduler.{message.engine}",
+            f"tokenizer.{message.tokenizer}",
+            f"detokenizer.{message.detokenizer}",
+        )
         before = self._losses.get(message.request_id)
         if before is not None:
             changed = [name for name, times in before.items() if losses[name] != times]
@@ -132,7 +148,7 @@ class Wire:
         if kind == "tokenizer":
             self._tokenized(received, [message for _, message in sent])
         elif kind == "scheduler":
-            self._scheduled(node, received)
+            self._scheduled(node, arrived)
         elif kind == "detokenizer":
             self._detokenized(node, arrived)
 
@@ -159,15 +175,39 @@ class Wire:
             else:
                 assert message in sent, f"{message} was lost"
 
-    def _scheduled(self, node: Node, received: Sequence[Any]) -> None:
-        for message in received:
+    def _scheduled(self, node: Node, arrived: Sequence[tuple[str, Any]]) -> None:
+        for place, (source, message) in enumerate(arrived):
             match message:
                 case messages.AbortRequest(request_id=request_id, incarnation=incarnation):
                     self._all_ended(node, request_id, lambda s, n=incarnation: s.incarnation <= n)
+                    key = node.name, node.generation, request_id
+                    self._aborted[key] = max(incarnation, self._aborted.get(key, -1))
                 case messages.AddRequest(request_id=request_id, incarnation=incarnation):
+                    self._check_order(node, request_id, incarnation)
                     self._all_ended(node, request_id, lambda s, n=incarnation: s.incarnation < n)
                 case messages.AbortClient(client=client):
-                    self._all_ended(node, None, lambda s, n=client: s.output.client == n)
+                    self._client_gone(node, client, source, arrived[place:])
+
+    def _client_gone(
+        self, node: Node, client: int, tokenizer: str, then: Sequence[tuple[str, Any]]
+    ) -> None:
+        """What it had sent by this tokenizer ends. Its next incarnation may have sent some more."""
+        added = [message for _, message in then if isinstance(message, messages.AddRequest)]
+        fresh = {(message.request_id, message.incarnation) for message in added}
+
+        def is_old(opened: messages.OpenStream) -> bool:
+            key = opened.request_id, opened.incarnation
+            by = self._bearers[(*key, node.name)].name
+            return opened.output.client == client and by == tokenizer and key not in fresh
+
+        self._all_ended(node, None, is_old)
+
+    def _check_order(self, node: Node, request_id: str, incarnation: int) -> None:
+        """An abort overtakes at most what a dead tokenizer has left behind, and another follows."""
+        aborted = self._aborted.get((node.name, node.generation, request_id), -1)
+        bearer = self._bearers[request_id, incarnation, node.name]
+        overtaken = incarnation <= aborted and bearer.state != "dead"
+        assert not overtaken, f"{request_id} is overtaken by its abort"
 
     def _all_ended(self, node: Node, request_id: str | None, which: Any) -> None:
         for (name, generation, _), stream in self._streams.items():
@@ -184,11 +224,12 @@ class Wire:
             streams = [stream for key, stream in self._streams.items() if key[0] == source]
             if isinstance(message, messages.OpenStream):
                 for stream in streams:
-                    if stream.opened == message:
+                    if stream.opened == message and stream.to == node.name:
                         stream.heard = node.generation
             for end in message.ends if isinstance(message, messages.StreamStep) else ():
                 for stream in streams:
-                    if stream.opened.stream == end.stream and stream.heard == node.generation:
+                    of_it = stream.opened.stream == end.stream and stream.to == node.name
+                    if of_it and stream.heard == node.generation:
                         passed_on = self._said[stream.key] == -1
                         assert passed_on, f"{stream.key}: its end was not passed on"
 
@@ -197,7 +238,7 @@ class Wire:
     def forgot(self, node: Node, lost: Sequence[str], sent: Sequence[Any]) -> None:
         """A core has acted on PeerLost."""
         clients = {int(name[7:]) for name in lost if name.startswith("client.")}
-        if node.name == "tokenizer.0":
+        if node.name.startswith("tokenizer."):
             told = Counter(m.client for m in sent if isinstance(m, messages.AbortClient))
             for client in clients:
                 replicas = self._world.supervisor.life.num_replicas
@@ -206,9 +247,9 @@ class Wire:
             for (name, generation, _), stream in self._streams.items():
                 if (name, generation) != (node.name, node.generation) or stream.ended:
                     continue
-                assert "detokenizer.0" not in lost, f"{stream.key} outlives its detokenizer"
+                assert stream.to not in lost, f"{stream.key} outlives its detokenizer"
                 assert stream.opened.output.client not in clients, f"{stream.key} goes on alone"
-        elif node.name == "detokenizer.0":
+        elif node.name.startswith("detokenizer."):
             for (name, _, _), stream in self._streams.items():
                 if name in lost:
                     stream.heard = -1

@@ -139,6 +139,10 @@ class World:
         else:
             self.clock.after(_LOOK, self._look)
 
+    def instances(self, kind: str) -> list[str]:
+        """All of a kind, as the topology is now."""
+        return [f"{kind}.{i}" for i in range(topology.count_of(kind, self.graph))]
+
     def count(self, actors: Iterable[str], step: int) -> None:
         """These are part of the topology, or are no more."""
         graph = Counter(self.graph)
@@ -230,10 +234,7 @@ class World:
         if self.supervisor.failed or self._stopping or not self._at_rest():
             return
         self._check_rest()
-        gone = self.supervisor.life.given_up
-        replicas = range(topology.num_engines(self.graph))
-        live = {number for number in replicas if f"scheduler.{number}" not in gone}
-        unheard = [client for client in self._clients() if not live <= client.pongs]
+        unheard = [c for c in self._clients() if not c.pongs.issuperset(c.pings(1))]
         for client in unheard:  # again if a ping met a death
             client.order(functools.partial(client.ping, 1))
         if not unheard:
@@ -281,13 +282,15 @@ class World:
                     assert not statistics["running"], statistics
                     assert not statistics["waiting"], statistics
                     assert statistics["free_blocks"] == statistics["num_blocks"] - 1, statistics
-                elif node.name == "detokenizer.0":
+                elif node.name.startswith("detokenizer."):
                     assert not statistics["streams"], statistics
             elif isinstance(node, ClientNode):
                 statistics = node.client.statistics()
                 assert not statistics["open"], statistics
                 assert not statistics["parked"], statistics
                 assert node.client._takeover.on_trial is None
+                text = node.client._text
+                assert not any(text.tokenizers._own + text.detokenizers._own)
                 # Where it is tight an Accepted may wait for longer than its request lives.
                 moved = bool(self.scenario.scales)
                 if self.scenario.profile == "calm" and not moved and self.scenario.capacity > 1000:

@@ -18,7 +18,7 @@ def logprobs(index, width, base=0):
 
 
 def drained(outbox):
-    (step,) = outbox.drain()
+    ((step,),) = outbox.drain()
     found = step.logprobs
     shape = (-1, found.width)
     return (
@@ -45,7 +45,7 @@ def test_nothing_is_left_if_all_that_asked_were_dropped():
     outbox = Outbox()
     outbox.streams.append(1)
     outbox.add_logprobs(logprobs([1], 2), [5, 6], {6}, first=0)
-    (step,) = outbox.drain()
+    ((step,),) = outbox.drain()
     assert step.logprobs is None
 
 
@@ -96,3 +96,33 @@ def test_an_abort_in_flight_drops_its_own_only(make_engine):
     assert ids[:, 0].tolist() == codec.ints(step.token_ids).tolist()
     engine.run()
     engine.assert_idle()
+
+
+def test_each_detokenizer_gets_its_own_streams_and_all_that_is_of_them():
+    outbox = Outbox(2)
+    outbox.streams += [4, 1, 2, 3]
+    outbox.token_index += [0, 7, 0, 1]
+    outbox.token_ids += [40, 10, 20, 30]
+    outbox.add_logprobs(logprobs([0, 1, 3], 2), [5, 6, 7, 8], set(), first=0)
+    outbox.ends += [messages.StreamEnd(stream, "length", 1) for stream in (3, 4)]
+    outbox.cached += [(4, 16), (3, 8)]
+    outbox.pooled.append((1, b"v"))
+    outbox.pings.append(messages.Ping(0, 1, detokenizer=1))
+    outbox.gone_heard.append(messages.PeersGoneHeard(5))
+    (even, *last), (odd, ping, heard) = outbox.drain()
+    assert [codec.ints(even.streams).tolist(), codec.ints(odd.streams).tolist()] == [[4, 2], [1, 3]]
+    assert codec.ints(odd.token_index).tolist() == [7, 1]
+    assert codec.ints(odd.token_ids).tolist() == [10, 30]
+    assert codec.ints(even.logprobs.index).tolist() == [0]
+    assert codec.ints(odd.logprobs.index).tolist() == [0, 1]
+    assert codec.ints(odd.logprobs.token_ids).tolist() == [2, 3, 4, 5]
+    assert [end.stream for end in (*even.ends, *odd.ends)] == [4, 3]
+    assert (even.cached, odd.cached, even.pooled, odd.pooled) == (
+        [(4, 16)],
+        [(3, 8)],
+        [],
+        [(1, b"v")],
+    )
+    assert ping.number == 1
+    assert last == [heard] == [messages.PeersGoneHeard(5)]
+    assert outbox.drain() == [[], []]

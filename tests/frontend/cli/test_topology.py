@@ -28,6 +28,7 @@ COUNTS = [
     {"client": 2},
     {"client": 3, "worker": 8},
     topology.counts_for(replicas=2, ranks=2),
+    {"tokenizer": 2, "detokenizer": 3},
 ]
 STATUS = {
     "actors": [
@@ -283,6 +284,7 @@ def test_command_writes_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["--workers", "0"], "--workers 0: it must be 1 to 64"),
         (["--clients", "65"], "--clients 65: it must be 1 to 64"),
+        (["--tokenizer-count", "17"], "--tokenizer-count 17: it must be 1 to 16"),
         (["--svg", "/nowhere/graph.svg"], "--svg /nowhere/graph.svg: No such file or directory"),
         (["--svg", "-", "--json"], "not allowed with"),
         (["--url", "http://127.0.0.1:9", "--workers", "2"], "--url draws what runs there"),
