@@ -65,9 +65,10 @@ async def embed(
     prompts: Sequence[Prompt],
     priorities: Sequence[int] | None = None,
     on_each: Callable[[Embedded], None] = lambda _: None,
+    keep_prompt_tokens: int = 0,
 ) -> list[Embedded]:
     """All vectors in order. As many requests as the engine takes are in it at any time, the most
-    urgent first. on_each: called with each as it comes.
+    urgent first. on_each: called with each as it comes. keep_prompt_tokens: as in Generate.
 
     Raises the first error of any, and then aborts the others.
     """
@@ -82,7 +83,12 @@ async def embed(
             while len(places) < len(prompts) and client.room:
                 place = by_urgency[len(places)]
                 handle = client.submit(
-                    prompts[place], _NOTHING, _POOLED, mailbox=mailbox, priority=urgency[place]
+                    prompts[place],
+                    _NOTHING,
+                    _POOLED,
+                    mailbox=mailbox,
+                    priority=urgency[place],
+                    keep_prompt_tokens=keep_prompt_tokens,
                 )
                 places[handle.request_id], handles[handle.request_id] = place, handle
             if not handles:

@@ -21,6 +21,7 @@ class ServeProcess:
     def __init__(self, options: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         """Raises SystemExit if it doesn't become ready."""
         self.log = log
+        self._interrupted = False
         command = [sys.executable, "-P", "-m", "ringcast.frontend.cli.main", "serve"]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -38,8 +39,10 @@ class ServeProcess:
         self.url = found[1]
 
     def interrupt(self) -> None:
-        if self.process.poll() is None:
+        """Once: a second Ctrl-C would end it in the middle."""
+        if self.process.poll() is None and not self._interrupted:
             self.process.send_signal(signal.SIGINT)
+        self._interrupted = True
 
     def end(self) -> list[str]:
         """Interrupt it and wait. Returns what is wrong with how it ended and what it said."""

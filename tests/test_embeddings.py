@@ -146,6 +146,18 @@ def test_pooling(bert, server):
     assert_near(answer["data"][0]["data"], expected(bert[1], [CLS, 7, SEP]))
 
 
+def test_prompts_that_are_cut(bert, server):
+    long = {"input": ["a " * 70, "b"]}
+    for given, count in ((5, 5 + 3), (-1, 64 + 3)):
+        status, answer = server.post("/v1/embeddings", {**long, "truncate_prompt_tokens": given})
+        assert (status, answer["usage"]["total_tokens"]) == (200, count)
+    _, cut = server.post("/v1/embeddings", {"input": [8, 7, SEP], "truncate_prompt_tokens": 2})
+    assert_near(cut["data"][0]["embedding"], expected(bert[1], [7, SEP]))
+    body = {"query": "a", "documents": ["a " * 70, "b"]}
+    assert refusal(server, "/rerank", body)
+    assert server.post("/rerank", {**body, "truncate_prompt_tokens": -1})[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 def test_score(server, path):
     _, vectors = server.post("/v1/embeddings", {"input": ["a", "b 2", "zzz"]})
@@ -194,7 +206,8 @@ def test_rerank(server, path):
         ({}, "input", "missing required"),
         ({"input": "a", "dimensions": 8}, "dimensions", "have 48 dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "invalid"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
+        ({"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "1 to 64, got 65"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "got -2"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "not supported"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown"),
         ({"input": "a", "priority": 1}, "priority", "who came first"),

@@ -20,6 +20,7 @@ from ..client import EngineClient
 from ..embedding import Embedded, cosine, embed, pair_up
 from .pooling_protocol import (
     EmbeddingRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     read_pooling_request,
@@ -59,7 +60,7 @@ class PoolingApi:
         model = self._served(asked.model)
         first, second = asked.prompts()
         pairs = pair_up(len(first), len(second), ("text_1", "text_2"))
-        done = await self._embed([*first, *second], asked.priority, "text_2")
+        done = await self._embed([*first, *second], asked, "text_2")
         scores = _scores(done, [(a, len(first) + b) for a, b in pairs])
         data = [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
         return _listed("score", model, data, done)
@@ -69,7 +70,7 @@ class PoolingApi:
         self._client.check_kind(pooled=True)
         asked = read_pooling_request(await request.read(), RerankRequest)
         model = self._served(asked.model)
-        done = await self._embed(asked.prompts(), asked.priority, "documents")
+        done = await self._embed(asked.prompts(), asked, "documents")
         scores = _scores(done, [(0, i) for i in range(1, len(done))])
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
         results: list[dict[str, Any]] = []
@@ -88,7 +89,7 @@ class PoolingApi:
         asked = read_pooling_request(await request.read(), EmbeddingRequest)
         model = self._served(asked.model)
         prompts = asked.prompts(self._spec.vocab_size, pooling)
-        done = await self._embed(prompts, asked.priority, "input")
+        done = await self._embed(prompts, asked, "input")
         as_text = asked.encoding_format == "base64"
         data = [
             {"object": kind, "index": i, field: _encoded(one.vector, as_text)}
@@ -101,8 +102,11 @@ class PoolingApi:
         assert self._spec.pooling is not None
         return self._spec.pooling
 
-    async def _embed(self, prompts: list[Prompt], priority: int, param: str) -> list[Embedded]:
+    async def _embed(
+        self, prompts: list[Prompt], asked: PoolingRequest, param: str
+    ) -> list[Embedded]:
         count, client = len(prompts), self._client
+        keep = asked.keep_prompt_tokens(self._spec)
         if count > client.max_num_queued_reqs:
             raise InvalidRequestError(
                 f"{param} makes {count} prompts; this server holds "
@@ -112,7 +116,7 @@ class PoolingApi:
         if count > client.room > 0:
             raise OverloadedError(f"there is room for {client.room} more requests, not {count}")
         try:
-            return await embed(client, prompts, [priority] * count)
+            return await embed(client, prompts, [asked.priority] * count, keep_prompt_tokens=keep)
         except InvalidRequestError as error:
             if error.param == "prompt":  # the tokenizer's word for what has several names here
                 error.param = param if param == "input" else None

