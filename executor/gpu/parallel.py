@@ -261,12 +261,37 @@ def join_devices(
     file, empty at first, that only they have. timeout: seconds to wait for the others.
     """
     check_peers(size, device.index - rank)
+    layout = Layout(shape, size, has_long=True)
+    store = meet(group_fd, size, timeout)
+    mapped = map_devices(store, rank, size, layout.num_bytes, device, timeout)
+    return PeerGroup(rank, shape, layout, mapped.memory, mapped.add_up, mapped.close)
+
+
+def meet(group_fd: int, size: int, timeout: float) -> Any:
+    """A store (torch.distributed) of those who have the anonymous file, which is empty at first."""
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric
 
     store = dist.FileStore(f"/proc/self/fd/{group_fd}", size)
     store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+class Mapped(NamedTuple):
+    """add_up: a tensor of all, in place, by NCCL. close: at the end."""
+
+    memory: Memory
+    add_up: Callable[[torch.Tensor], None]
+    close: Callable[[], None]
+
+
+def map_devices(
+    store: Any, rank: int, size: int, num_bytes: int, device: torch.device, timeout: float
+) -> Mapped:
+    """Memory of all, zeros at first. When this returns all have it."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
     dist.init_process_group(
         "nccl",
         store=store,
@@ -275,8 +300,7 @@ def join_devices(
         timeout=timedelta(seconds=timeout),
         device_id=device,
     )
-    layout = Layout(shape, size, has_long=True)
-    own = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle: Any = symmetric.rendezvous(own, dist.group.WORLD)
     assert handle is not None
     shift = own.data_ptr() - handle.buffer_ptrs[rank]
@@ -291,7 +315,7 @@ def join_devices(
             dist.destroy_process_group()
 
     addresses = [address + shift for address in handle.buffer_ptrs]
-    return PeerGroup(rank, shape, layout, Memory(own, addresses), dist.all_reduce, close)
+    return Mapped(Memory(own, addresses), dist.all_reduce, close)
 
 
 def join_processes(rank: int, size: int, group_fd: int, shape: Shape) -> PeerGroup:

@@ -7,7 +7,8 @@ waits for the device, so steps follow each other there without a pause. Tokens a
 event has passed.
 
 A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
-(parallel.py). It copies them back, too: so no rank is ahead of its own steps.
+(parallel.py). It copies them back, too: so no rank is ahead of its own steps. A stage of several
+(stages.py) ends its steps where the next stage's begin, and answers no tokens before the last one.
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -21,6 +22,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,11 +36,13 @@ from ...mq.messages import StepOutput, StepPlan, WorkerReady
 from ..logits_processor import load_processors
 from ..models import find_model
 from ..runner import Done, PendingStep, Progress
+from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
-from . import memory
+from . import memory, parallel, stages
 from .batch import GpuBatch, Slot, Step
-from .compile_ahead import CompileServer, prepare_folder
+from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder, Work
+from .description import describe
 from .devices import check_split, find_device
 from .graphs import (
     DecodeGraphs,
@@ -49,18 +53,12 @@ from .graphs import (
     distinct_bounds,
 )
 from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
-from .parallel import (
-    Alone,
-    DeviceGroup,
-    Shape,
-    join_devices,
-    join_processes,
-    make_sampler,
-)
+from .parallel import Alone, AnySampler, DeviceGroup, Shape, make_sampler
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
+from .stages import GpuStage, NoSampler, Place
 from .stopwatch import Stopwatch
 from .warm_up import WarmUp
 
@@ -68,8 +66,8 @@ log = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """device: another than the rank's own, such as the CPU in tests. join: what makes the group of
-    all ranks, where there are several.
+    """rank: the worker's number. device: another than its own, such as the CPU in tests. join: what
+    makes the group of all ranks, where there are several and one stage; join_stages: of several.
     """
 
     def __init__(
@@ -81,12 +79,17 @@ class GpuModelRunner:
         group_fd: int = -1,
         join: Callable[[Shape], DeviceGroup] | None = None,
         engine: int = 0,
+        join_stages: Callable[[Shape], Place] | None = None,
     ) -> None:
-        self._config, self._spec, self._rank = config, spec, rank
+        self._config, self._spec, self._worker = config, spec, rank
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
+        stage, self._rank = divmod(rank, self._size)
+        self._position = Position(stage, config.pipeline_parallel_size)
         self._group: DeviceGroup | Alone = Alone()
+        self._stage = GpuStage(self._position)
         self._join = join or self._join_ranks
-        self._device = device or find_device(rank, engine, self._size)
+        self._join_stages = join_stages or self._join_all
+        self._device = device or find_device(rank, engine, config.num_workers)
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
@@ -126,9 +129,11 @@ class GpuModelRunner:
                 self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
             )
             if server is not None:
-                self._compile(warm_up, server, progress)
+                tell = partial(progress, "compiling kernels")
+                self._kernels = compile_variants(server, warm_up.variants, tell)
                 watch.lap("compile")
                 warm_up.run(lambda n, of: progress("warming up", n, of))
+        self._stage.open()
         activations = meter.used() - weights
         watch.lap("warm_up")
         with memory.room_for("graphs"):
@@ -140,21 +145,6 @@ class GpuModelRunner:
         watch.lap("capture")
         self._describe(terms, ready.num_blocks, watch.seconds)
         return ready
-
-    def _compile(self, warm_up: WarmUp, server: CompileServer, progress: Progress) -> None:
-        """Ahead of the launches, which do it themselves where this fails: it rests on what is
-        inside of Triton, and another version may have other insides. What is wrong with a launch is
-        raised again there.
-        """
-        try:
-            kernels, compiled, errors = server.compile_missing(
-                warm_up.variants, lambda n, of: progress("compiling kernels", n, of)
-            )
-            self._kernels = {"kernels": kernels, "kernels_compiled": compiled}
-        except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
-            errors = [f"all of them: {type(error).__name__}: {error}"]
-        for error in errors:
-            log.warning("a kernel is compiled where it is launched, not ahead: %s", error)
 
     def _bounds_of(self, size: int) -> list[int]:
         """The bounds that make a difference to steps of `size` sequences."""
@@ -201,6 +191,7 @@ class GpuModelRunner:
             choose_cache_dtype(config, self._dtype, self._device),
             self._rank,
             self._size,
+            self._position,
         )
 
     def _make_buffers(self) -> None:
@@ -213,27 +204,37 @@ class GpuModelRunner:
             max_model_len=spec.max_model_len,
             block_size=config.block_size,
             num_groups=len(self._decoder.groups),
-            num_slots=config.max_steps_in_flight + 1,
+            num_slots=config.most_steps_in_flight + 1,
             pad=lambda sequences: at_least(self._sizes, sequences),
             device=self._device,
         )
         c, batch = self._decoder.config, self._batch
-        if self._size > 1:
-            self._group = self._join(
-                Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
-            )
-        self._decoder.bind(batch, spec.max_model_len, self._group)
-        self._sampler = make_sampler(self._make_sampler, self._group)
+        shape = Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
+        if self._position.count > 1:
+            self._group, self._stage = self._join_stages(shape)
+            self._stage.bind(batch)
+        elif self._size > 1:
+            self._group = self._join(shape)
+        self._decoder.bind(batch, spec.max_model_len, self._group, self._stage)
+        self._sampler: AnySampler | NoSampler = NoSampler()
+        if self._stage.is_last:
+            self._sampler = make_sampler(self._make_sampler, self._group)
         self._work = Work(1, 1, 1)
         self._prompt_logprobs = PromptLogprobsReader(
             self._batch, self._prompt_logits, spec.vocab_size
         )
 
     def _join_ranks(self, shape: Shape) -> DeviceGroup:
+        place, timeout = (self._rank, self._size, self._group_fd), self._config.startup_timeout
         if not self._on_gpu:
-            return join_processes(self._rank, self._size, self._group_fd, shape)
-        timeout = self._config.startup_timeout
-        return join_devices(self._rank, self._size, self._group_fd, shape, self._device, timeout)
+            return parallel.join_processes(*place, shape)
+        return parallel.join_devices(*place, shape, self._device, timeout)
+
+    def _join_all(self, shape: Shape) -> Place:
+        place = self._config, self._worker, self._group_fd
+        if not self._on_gpu:
+            return stages.join_processes(*place, shape)
+        return stages.join_devices(*place, shape, self._device)
 
     def _make_sampler(self) -> Sampler:
         spec = self._spec
@@ -285,7 +286,7 @@ class GpuModelRunner:
             self._decoder.set_cache(num_blocks)
         if self._on_gpu:
             warm_up.copy_nothing()
-        return WorkerReady(self._rank, num_blocks, config.block_size, groups)
+        return WorkerReady(self._worker, num_blocks, config.block_size, groups)
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
@@ -302,25 +303,13 @@ class GpuModelRunner:
         self._graphs, self._mixed_graphs = graphs, mixed
 
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
-        kv_cache = num_blocks * self._decoder.block_bytes
-        self._details = {
-            "device": torch.cuda.get_device_name(self._device) if self._on_gpu else "cpu",
-            "ranks": self._size,
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "quantization": str(self._scheme or "none"),
-            "kv_cache_dtype": str(self._decoder.cache_dtype).removeprefix("torch."),
-            "weights_bytes": self._decoder.num_bytes,
-            "activation_bytes": terms.activations,
-            "graph_bytes": terms.graphs,
-            "kv_cache_bytes": kv_cache,
-            "num_blocks": num_blocks,
-            "block_size": self._config.block_size,
-            "graphs": len(self._graphs or ()) + len(self._mixed_graphs or ()),
-            "memory": terms.table(kv_cache),
-            **self._kernels,
-            **seconds,
-        }
-        log.info("memory of %s: %s", self._device, self._details["memory"])
+        types = self._dtype, str(self._scheme or "none")
+        num_graphs = len(self._graphs or ()) + len(self._mixed_graphs or ())
+        told = describe(
+            self._config, self._device, self._decoder, *types, terms, num_blocks, num_graphs
+        )
+        self._details = {**told, **self._kernels, **seconds}
+        log.info("memory of %s: %s", self._device, told["memory"])
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
@@ -328,6 +317,7 @@ class GpuModelRunner:
     def leave(self) -> None:
         with self._on_stream():
             self._group.leave()
+            self._stage.leave()
 
     # --- steps
 
@@ -338,6 +328,7 @@ class GpuModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         start = time.perf_counter()
         batch = self._batch
+        self._stage.before(plan)
         batch.apply(plan)
         for new in plan.new:
             self._sampler.enter(new)
@@ -347,6 +338,8 @@ class GpuModelRunner:
             return Done(StepOutput(plan.step, b"", b"", None, time.perf_counter() - start))
         asks = len(rows) > 0 and self._prompt_logprobs.asks(rows)
         step = batch.lay_out(rows, lengths, whole=asks) if len(rows) else None
+        if step is not None:
+            self._stage.laid_out(step.sampled)
         slot = batch.take_slot()
         with self._on_stream():
             pending = self._enqueue(plan, step, slot, asks)
@@ -355,7 +348,8 @@ class GpuModelRunner:
 
     def _enqueue(self, plan: StepPlan, step: Step | None, slot: Slot, asks: bool) -> GpuPending:
         batch = self._batch
-        pending = GpuPending(plan.step, slot, step)
+        answers = self._stage.is_last
+        pending = GpuPending(plan.step, slot, step if answers else None, self._stage.sampled)
         pending.begin()
         batch.fill(slot, step)
         mixed = self._find_mixed(step)
@@ -373,12 +367,13 @@ class GpuModelRunner:
             replayed = self._replay(step, plain)
             if not replayed:
                 self._run(step, tiles, mixed)
-            if not (replayed and plain):
-                self._sample(step, plain, pending)
-            if asks:
-                pending.prompts = self._prompt_logprobs.launch(step)
-            count = len(step.sampled)
-            slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
+            if answers:
+                if not (replayed and plain):
+                    self._sample(step, plain, pending)
+                if asks:
+                    pending.prompts = self._prompt_logprobs.launch(step)
+                count = len(step.sampled)
+                slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
         pending.end()
         return pending
 
@@ -482,7 +477,7 @@ class GpuModelRunner:
         self._batch.prepare_decode(size, pdl=True)
         self._decoder.forward(work, pdl=True)
         self._decoder.logits(self._batch.last_N[:size], work, pdl=True)
-        if whole:
+        if whole and self._stage.is_last:
             self._sample_plain(size, pdl=True)
 
     @contextlib.contextmanager

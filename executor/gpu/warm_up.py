@@ -22,6 +22,7 @@ from .batch import TOKENS_PADDED_TO, GpuBatch
 from .decoder import GpuDecoder, Work
 from .graphs import batch_sizes
 from .parallel import AnySampler
+from .stages import NoSampler
 
 if TYPE_CHECKING:
     from .variants import Variant
@@ -41,7 +42,7 @@ class WarmUp:
         self,
         batch: GpuBatch,
         decoder: GpuDecoder,
-        sampler: AnySampler,
+        sampler: AnySampler | NoSampler,
         bounds_of: Callable[[int], list[int]],
         programmatic: bool,
     ) -> None:

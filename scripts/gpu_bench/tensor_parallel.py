@@ -1,7 +1,10 @@
-"""Tensor parallelism on the GPUs that this runs on: how long a sum takes, what two devices gain.
+"""Tensor and pipeline parallelism on the GPUs that this runs on: how long a sum takes, or what goes
+from stage to stage, and what two devices gain.
 
     tensor_parallel.py sums                            # one-shot and NCCL, microseconds in graphs
     tensor_parallel.py decode [--model llama-3.1-8b]   # through LLM, at 1 and 2 devices
+    tensor_parallel.py decode --stages                 # the devices are stages of a pipeline
+    tensor_parallel.py pipe                            # from stage to stage, microseconds in graphs
 
 Weights are random. Each part is in processes of its own, which are ended after --limit seconds.
 """
@@ -22,8 +25,10 @@ HERE = Path(__file__).resolve()
 MODELS = HERE.parents[1] / "data" / "models"
 PEER = HERE.parents[1] / "peers" / "ringcast_offline.py"
 CASES = ["batch 1", "batch 64", "offline256"]
+STAGE_CASES = CASES[1:]  # a single stream gains nothing by stages
 HIDDEN = 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 KiB
+PIPE_TOKENS = (1, 32, 128, 512, 2048, 8192)
 IN_GRAPH, REPLAYS = 20, 20
 
 
@@ -31,26 +36,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["sums", "decode", "rank"])
+    parser.add_argument("what", choices=["sums", "decode", "pipe", "rank", "end"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--case", action="append", default=[], help=f"of {', '.join(CASES)}")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--stages", action="store_true", help="of a pipeline, instead of ranks")
     parser.add_argument("--limit", type=float, default=180)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--group-fd", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "rank":
         time_sums(args.rank, args.ranks, args.group_fd)
+    elif args.what == "end":
+        time_pipe(args.rank, args.group_fd)
     elif args.what == "sums":
-        sums(args.ranks, args.limit)
+        in_processes("rank", args.ranks, args.limit)
+    elif args.what == "pipe":
+        in_processes("end", 2, args.limit)
+    elif args.stages:
+        cases = args.case or STAGE_CASES
+        decode(args.model, "pipeline_parallel_size", args.sizes, cases, args.limit)
     else:
-        decode(args.model, args.sizes, args.case or CASES, args.limit)
+        decode(args.model, "tensor_parallel_size", args.sizes, args.case or CASES, args.limit)
 
 
-def sums(ranks: int, limit: float) -> None:
+def in_processes(what: str, ranks: int, limit: float) -> None:
     memory_fd = os.memfd_create("ranks")
-    command = [sys.executable, "-P", str(HERE), "rank", "--ranks", str(ranks)]
+    command = [sys.executable, "-P", str(HERE), what, "--ranks", str(ranks)]
     processes = [
         subprocess.Popen(
             [*command, "--rank", str(rank), "--group-fd", str(memory_fd)], pass_fds=[memory_fd]
@@ -87,26 +100,6 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
     group = parallel.join_devices(rank, ranks, group_fd, shape, device, 60)
     stream = torch.cuda.Stream(device)
     weight = torch.ones(HIDDEN, device=device)
-
-    def microseconds(step: Callable[[int], None]) -> float:
-        """Median of a step's, of IN_GRAPH in a graph."""
-        for index in range(4):
-            step(index)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for index in range(IN_GRAPH):
-            step(index)
-        graph.capture_end()
-        times = []
-        for _ in range(REPLAYS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            stream.synchronize()
-            times.append(1e3 * began.elapsed_time(ended) / IN_GRAPH)
-        return statistics.median(times[3:])
 
     with torch.cuda.stream(stream), torch.inference_mode():
         if not rank:
@@ -150,11 +143,70 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
         group.leave()
 
 
-def decode(model: str, sizes: list[int], cases: list[str], limit: float) -> None:
-    """A line for each case, of LLM at each number of devices."""
+def microseconds(step: Callable[[int], None]) -> float:
+    """Median of a step's, of IN_GRAPH in a graph, on the current stream."""
+    import torch
+
+    stream = torch.cuda.current_stream()
+    for index in range(4):
+        step(index)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    for index in range(IN_GRAPH):
+        step(index)
+    graph.capture_end()
+    times = []
+    for _ in range(REPLAYS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        stream.synchronize()
+        times.append(1e3 * began.elapsed_time(ended) / IN_GRAPH)
+    return statistics.median(times[3:])
+
+
+def time_pipe(worker: int, group_fd: int) -> None:
+    """One end of it. The receiver prints; items follow each other without a pause."""
+    import torch
+
+    from ringcast.executor.gpu import stages
+    from ringcast.executor.gpu.parallel import Shape
+    from ringcast.mq.config import EngineConfig, build
+
+    device = torch.device("cuda", worker)
+    torch.cuda.set_device(device)
+    config = build(EngineConfig, {"device": "cuda", "pipeline_parallel_size": 2})
+    shape = Shape(PIPE_TOKENS[-1], HIDDEN, 64, 64, torch.bfloat16)
+    stage = stages.join_devices(config, worker, group_fd, shape, device).stage
+    stage.open()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream), torch.inference_mode():
+        if worker:
+            print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
+        for tokens in PIPE_TOKENS:
+            x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+
+            def item(_: int, x=x) -> None:  # type: ignore[no-untyped-def]
+                if worker:
+                    stage.receive(x, True)
+                else:
+                    stage.send(x, x, None, 1e-6, True)
+
+            took = microseconds(item)
+            if worker:
+                rate = x.nbytes / took / 1e3
+                print(f"{tokens:5} rows: {took:8.1f} us an item, {rate:6.1f} GB/s", flush=True)
+        stream.synchronize()
+        stage.leave()
+
+
+def decode(model: str, option: str, sizes: list[int], cases: list[str], limit: float) -> None:
+    """A line for each case, of LLM at each number of devices. option: what these are."""
     taken: dict[tuple[str, int], float] = {}
     for size in sizes:
-        options = [f"tensor_parallel_size={size}", 'device="cuda"']
+        options = [f"{option}={size}", 'device="cuda"']
         command = [sys.executable, str(PEER), str(time.time()), str(MODELS / model)]
         process = subprocess.Popen(
             [*command, json.dumps(cases), *options], stdout=subprocess.PIPE, text=True
@@ -173,7 +225,7 @@ def decode(model: str, sizes: list[int], cases: list[str], limit: float) -> None
         for name, entries in seconds.items():
             figure = statistics.median(_figure(name, *entry) for entry in entries)
             taken[name, size] = figure
-            print(f"{model}, {size} devices, {name}: {figure:.4g} {_unit(name)}", flush=True)
+            print(f"{model}, {option} {size}, {name}: {figure:.4g} {_unit(name)}", flush=True)
     for name in cases:
         one, two = (taken.get((name, size)) for size in (sizes[0], sizes[-1]))
         if one and two and len(sizes) > 1:

@@ -76,9 +76,9 @@ class NoGraphs:
 
 @torch.inference_mode()
 def make_runner(
-    name: str, folder: Path, graphs: bool = True, rank: int = 0, size: int = 1
+    name: str, folder: Path, graphs: bool = True, worker: int = 0, size: int = 1, stages: int = 1
 ) -> tuple[GpuModelRunner, WarmUp]:
-    """Loaded up to its first launches. Of several ranks, it is the only one that is there."""
+    """Loaded up to its first launches. Of several workers, it is the only one that is there."""
     options = {
         "device": "cuda",
         "block_size": 16,
@@ -86,13 +86,15 @@ def make_runner(
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": NUM_BLOCKS,
         "tensor_parallel_size": size,
+        "pipeline_parallel_size": stages,
     }
     spec = make_model(folder / name, name)
     memory_fd = os.memfd_create("ranks")
     config = build(EngineConfig, options)
-    runner = GpuModelRunner(config, spec, rank, torch.device("cpu"), memory_fd)
+    runner = GpuModelRunner(config, spec, worker, torch.device("cpu"), memory_fd)
     runner._load_weights(lambda *_: None)
     runner._make_buffers()
+    runner._stage._tokens = None  # nobody tells, and nobody hears
     os.close(memory_fd)
     runner._decoder.set_cache(NUM_BLOCKS)
     runner._graphs = NoGraphs() if graphs else None
@@ -131,16 +133,18 @@ def check_steps(folder: Path) -> dict[str, Any]:
     names = (*MODELS, "qwen3 experts", "mixtral")
     alone = [(name, graphs, 0, 1) for name in names for graphs in (True, False)]
     ranks = [("qwen3", True, 0, 2), ("gemma3", False, 0, 2), ("llama", True, 1, 2)]
-    for name, graphs, rank, size in alone + ranks:
-        runner, warm_up = make_runner(name, folder, graphs, rank, size)
+    stages = [("gemma3", True, 1, 1, 3)]
+    for name, graphs, *place in alone + ranks + stages:
+        runner, warm_up = make_runner(name, folder, graphs, *place)
         with torch.inference_mode():
             known = {variant.data for variant in warm_up.variants()}
+        runner._stage.open()
         with collect() as found:
             steps_of(runner)
             if graphs:
                 graphs_of(runner)
         new = sorted({v.name for data, v in found.items() if data not in known})
-        report[f"{name} {graphs} {rank} of {size}"] = {
+        report[f"{name} {graphs} {place}"] = {
             "known": len(known),
             "used": len(found),
             "new": new,

@@ -34,12 +34,12 @@ def launchless(what: str, folder: Path) -> Any:
 
 
 def test_no_step_needs_a_variant_that_warm_up_has_not_collected(tmp_path):
-    """With graphs and without, of each family of models; and of a rank of two."""
+    """With graphs and without, of each family of models; and of a rank of two, a stage of three."""
     report = launchless("steps", tmp_path)
-    assert len(report) == 13
+    assert len(report) == 14
     for name, each in report.items():
         assert each["new"] == [], name
-        assert each["known"] >= each["used"] > 30
+        assert each["known"] >= each["used"] > 20
 
 
 def test_a_server_compiles_and_triton_finds_what_it_has_made(tmp_path):
