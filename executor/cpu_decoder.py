@@ -34,6 +34,7 @@ from .parallel import Alone, Group
 from .pipeline import Stage
 from .program import Operation, Program
 from .sharding import Sharding
+from .stages import deal_stage, may_be_left
 from .weights import WeightSource
 
 ACTIVATIONS = {"silu": silu_mul_kernel, "gelu_tanh": gelu_mul_kernel}
@@ -139,7 +140,7 @@ class CpuDecoder:
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
         self._numbers = self._stage.layers(c.num_layers)
-        self.groups = pipeline.deal_stage(c.windows, self._numbers)
+        self.groups = deal_stage(c.windows, self._numbers)
         self.geometry = Geometry(
             layout.dtype,
             max(len(group.layers) for group in self.groups),
@@ -185,15 +186,8 @@ class CpuDecoder:
 
     def _is_of_others(self, name: str) -> bool:
         """Whether a weight that nobody has taken may be there."""
-        if name.endswith("rotary_emb.inv_freq") or (self._config.tied and name == "lm_head.weight"):
-            return True
-        if self._stage.count == 1:
-            return False
-        ends = "model.embed_tokens.", "model.norm.", "lm_head."
-        layers = [
-            f"model.layers.{i}." for i in range(self._config.num_layers) if i not in self._numbers
-        ]
-        return name.startswith((*ends, *layers))
+        c = self._config
+        return may_be_left(name, self._numbers, c.num_layers, c.tied)
 
     def kernels(self) -> list[Kernel]:
         """Every kernel that `bind` binds."""

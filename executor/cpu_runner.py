@@ -24,11 +24,12 @@ from .layers import widens
 from .lockstep import Replicas
 from .logits_processor import load_processors
 from .models import find_model
-from .pipeline import Place, Stage, Tokens, join
+from .pipeline import Place, Stage, join
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
 from .quantized import make_layout
 from .runner import Done, Progress
+from .sampled_tokens import Tokens
 from .sampler import Sampler
 from .weights import DummyWeights, SafetensorsWeights, WeightSource
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline-parallel engine: which layers each has, and what they hand on.
+"""What the stages of a pipeline-parallel engine on processors hand on.
 
 Worker r of P x T is rank r % T of stage r // T. Every worker runs every plan, and keeps the whole
 batch; a stage runs its layers alone, and has weights and KV cache of these alone. Two things go
@@ -19,7 +19,6 @@ flight; the pipe has room for as many.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,50 +28,15 @@ import torch
 
 from ..kernels.cpu import exchange, pipe
 from ..kernels.cpu.openmp import Kernel, Launch
-from ..mq import codec
 from ..mq.config import EngineConfig
-from ..mq.errors import ConfigError, PeerDeadError
-from ..mq.kv_groups import Group as LayerGroup
-from ..mq.kv_groups import deal, window_of
-from .input_batch import InputBatch
+from ..mq.errors import PeerDeadError
 from .parallel import Alone, Group, HostGroup, map_memory
+from .stages import split
 
 KERNELS: tuple[Kernel, ...] = (pipe.send_kernel, pipe.receive_kernel)
 _HIDDEN_SLOTS = 2  # a stage computes the next step while the last one is still unread
 _NAP_SECONDS = 20e-6
 _WORDS = exchange.LINE // 8
-_ONE = np.ones(1, np.int64)
-
-
-def split(num_layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as can be. The first ones have one more, since the last
-    one makes the logits. Raises ConfigError if a stage would have none.
-    """
-    if stages > num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size = {stages}: the model has {num_layers} layers, and each stage "
-            f"needs one; at most {num_layers} is possible"
-        )
-    few, more = divmod(num_layers, stages)
-    ends = [0, *accumulate(few + (stage < more) for stage in range(stages))]
-    return [range(ends[i], ends[i + 1]) for i in range(stages)]
-
-
-def deal_stage(windows: list[int], layers: range) -> list[LayerGroup]:
-    """The model's groups of layers (mq/kv_groups.py) with those of `layers` alone. Every stage has
-    the same kinds of groups in the same order, so one block table is right for all; each deals its
-    own layers of a kind evenly. A group may have none.
-    """
-    groups = deal(windows)
-    if len(layers) == len(windows):
-        return groups
-    number = Counter(group.spec for group in groups)
-    dealt: list[LayerGroup] = []
-    for spec, count in number.items():
-        own = [layer for layer in layers if windows[layer] == window_of(spec)]
-        size = -(-len(own) // count)
-        dealt += [LayerGroup(spec, own[i * size : (i + 1) * size]) for i in range(count)]
-    return dealt
 
 
 class Link:
@@ -160,59 +124,6 @@ class Stage:
             if link is not None:
                 link.wait()
         self.waited = time.perf_counter() - start
-
-
-class Tokens:
-    """What has been sampled, on its way to `batch`: told by the output rank, heard by the stages
-    before the last one. With one stage there is no link, and nothing to do.
-    """
-
-    def __init__(self, batch: InputBatch, link: Link | None, is_last: bool) -> None:
-        self._batch, self._is_last = batch, is_last
-        self._sampled: deque[np.ndarray] = deque()  # rows of each step, or -1; not heard yet
-        self._awaited = np.zeros(len(batch.num_known), bool)  # rows that are among them
-        self._tokens = np.zeros(len(batch.num_known), np.int32)
-        self._link = link
-        self._launch: Launch | None = None
-        if link is not None:
-            words = torch.from_numpy(self._tokens.view(np.float32))[None]
-            self._launch = link.bind(_ONE, words)
-
-    def before(self, removed: bytes, rows: bytes) -> None:
-        """Before a plan is applied: append all that is there, and all that its rows need. What was
-        sampled for the removed is dropped.
-        """
-        if self._is_last or self._link is None:
-            return
-        gone = codec.ints(removed)
-        if len(gone):
-            self._awaited[gone] = False
-            for sampled in self._sampled:
-                sampled[np.isin(sampled, gone)] = -1
-        needed = codec.ints(rows)
-        while self._sampled and (self._link.is_ready or self._awaited[needed].any()):
-            self._link.wait()
-            self._run()
-            sampled = self._sampled.popleft()
-            places = np.flatnonzero(sampled >= 0)
-            self._batch.append(sampled[places], self._tokens[places])
-            self._awaited[sampled[places]] = False
-
-    def after(self, sampled: np.ndarray, tokens: np.ndarray) -> None:
-        """After a step: tell what was sampled, or note what is to be heard."""
-        if self._is_last:
-            self._batch.append(sampled, tokens)
-            if self._link is not None and len(sampled):
-                self._tokens[: len(tokens)] = tokens
-                self._link.wait()
-                self._run()
-        elif len(sampled):
-            self._sampled.append(sampled.copy())
-            self._awaited[sampled] = True
-
-    def _run(self) -> None:
-        assert self._launch is not None
-        self._launch()
 
 
 class Place(NamedTuple):

@@ -40,7 +40,7 @@ _NEUTRAL_IN_POOLING = {
 }
 DETERMINISTIC = ("cpu", "fake")  # devices that keep what config.deterministic promises
 PARALLEL = ("cpu", "fake", "cuda")  # devices whose runner can be one of several ranks
-PIPELINED = ("cpu", "fake")  # those whose runner can be one of several stages
+PIPELINED = ("cpu", "fake", "cuda")  # those whose runner can be one of several stages
 
 Progress = Callable[[str, int, int], None]
 

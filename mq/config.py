@@ -129,7 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=1,
             le=64,
             description="stages, each of tensor_parallel_size workers with a part of the layers, "
-            "that compute several steps at a time. Devices cpu and fake",
+            "that compute several steps at a time",
             extra={"short": "-pp"},
         ),
     ] = 1

@@ -21,7 +21,7 @@ from .rope_tables import RopeTable, make_rope_table
 from .weight_reader import Layer
 
 if TYPE_CHECKING:
-    from .decoder import Work
+    from .work import Work
 
 
 class Attention:

@@ -240,6 +240,11 @@ class GpuBatch:
         self._changes.add_each(1 + group, rows, place, blocks)
         np.add.at(self._num_blocks, rows, 1)
 
+    def hear(self, rows: Ints, tokens: Ints) -> None:
+        """Of each row the newest token, which counts as known already: it was sampled elsewhere."""
+        if len(rows):
+            self._changes.add_each(np.zeros_like(rows), rows, self.num_known[rows] - 1, tokens)
+
     @property
     def tail(self) -> int:
         """Where the tail begins, and what is put into it first."""

@@ -73,6 +73,24 @@ class Answer(msgspec.Struct, frozen=True):
     error: str
 
 
+def compile_variants(
+    server: CompileServer, collect: Callable[[], list[Variant]], progress: Progress
+) -> dict[str, int]:
+    """Ahead of the launches, which do it themselves where this fails: it rests on what is inside of
+    Triton, and another version may have other insides. What is wrong with a launch is raised again
+    there. Returns how many variants steps need, and how many were compiled.
+    """
+    counts = {}
+    try:
+        kernels, compiled, errors = server.compile_missing(collect, progress)
+        counts = {"kernels": kernels, "kernels_compiled": compiled}
+    except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
+        errors = [f"all of them: {type(error).__name__}: {error}"]
+    for error in errors:
+        log.warning("a kernel is compiled where it is launched, not ahead: %s", error)
+    return counts
+
+
 def prepare_folder() -> Path:
     """Where compiled kernels are kept: TRITON_CACHE_DIR where the user has set it. Comes before the
     first launch. Raises ConfigError if nothing can be written there.
@@ -131,23 +149,6 @@ class CompileServer:
             process.stdin.close()
         process.wait()
         process.stdout.close()
-
-    def compile_if_possible(
-        self, collect: Callable[[], list[Variant]], progress: Progress
-    ) -> dict[str, int]:
-        """As compile_missing, for a runner's details. It rests on what is inside of Triton, and
-        another version may have other insides: then launches do it. What is wrong with a launch is
-        raised again there.
-        """
-        details = {}
-        try:
-            kernels, compiled, errors = self.compile_missing(collect, progress)
-            details = {"kernels": kernels, "kernels_compiled": compiled}
-        except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
-            errors = [f"all of them: {type(error).__name__}: {error}"]
-        for error in errors:
-            log.warning("a kernel is compiled where it is launched, not ahead: %s", error)
-        return details
 
     def compile_missing(
         self, collect: Callable[[], list[Variant]], progress: Progress

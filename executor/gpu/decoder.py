@@ -11,7 +11,8 @@ are faster than cuBLAS's bring their activation or the residual add with them
 A rank of several runs its part of the model (sharding.py). What it has for the residual stream is
 part of a sum, which is made where the residual is added or just before (parallel.py); and the
 logits come together on rank 0. Of replicas that share a mixture's experts, each computes those that
-it has for the rows of all (replicas.py).
+it has for the rows of all (replicas.py). A stage of several runs its layers (../stages.py): it
+takes the residual stream from the stage before, and hands it on with everything added (stages.py).
 
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,39 +33,21 @@ from ...kernels.gpu.activation import gated_activation
 from ...kernels.gpu.embedding import embed
 from ...kernels.gpu.few_linear import few_linear
 from ...kernels.gpu.norm import add_rms_norm, rms_norm
-from ...mq.kv_groups import deal
 from ..models.llama import LlamaConfig
 from ..sharding import Sharding
+from ..stages import WHOLE, Position, deal_stage, may_be_left
 from ..weights import WeightSource
 from .attention import Attention
 from .batch import GpuBatch
-from .batch_linears import MOST_FEW, BatchLinears
+from .batch_linears import BatchLinears
 from .experts import ExpertRunner, ExpertWeights
 from .linears import AnyLinear, Linear, OneTokenLinear
 from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
 from .replicas import RowGroup
 from .schemes import Scheme
+from .stages import GpuStage
 from .weight_reader import Layer, WeightReader
-
-
-class Work(NamedTuple):
-    """What a forward pass is for. The first `decodes` of `tokens` are a sequence each, with a
-    context of at most `longest`; all others belong to the sequences of `tiles` (plan_tiles).
-    """
-
-    tokens: int
-    decodes: int
-    longest: int
-    tiles: torch.Tensor | None = None
-
-    @property
-    def is_single(self) -> bool:
-        return self.tokens == 1
-
-    @property
-    def is_few(self) -> bool:
-        """A decode step of some tokens."""
-        return self.tiles is None and 1 < self.tokens <= MOST_FEW
+from .work import Work
 
 
 class GpuDecoder:
@@ -73,7 +56,8 @@ class GpuDecoder:
 
     scheme: of the linear layers (schemes.py). cache_dtype: of the KV cache, the model's by default.
     rank, size: config and source are of the whole model, and a rank of several has its part of it.
-    config: what this rank has of the model. Raises ConfigError where it can't be split so.
+    config: what this rank has of the model. position: of its stage. Raises ConfigError where the
+    model can't be split so.
     """
 
     def __init__(
@@ -90,6 +74,7 @@ class GpuDecoder:
         size: int = 1,
         by_expert: bool = False,
         dealt: tuple[int, int] | None = None,
+        position: Position = WHOLE,
     ) -> None:
         """by_expert, dealt: as Sharding has them."""
         sharding = Sharding(config, rank, size, by_expert, dealt)
@@ -99,7 +84,9 @@ class GpuDecoder:
         self._group: DeviceGroup | Alone = Alone()
         self.cache_dtype = cache_dtype or dtype
         self._dtype, self._device, self._block_size = dtype, device, block_size
-        self.groups = deal(c.windows)
+        self._stage = GpuStage(position)
+        numbers = position.layers(c.num_layers)
+        self.groups = deal_stage(c.windows, numbers)
         places = {
             layer: (g, place)
             for g, group in enumerate(self.groups)
@@ -107,28 +94,28 @@ class GpuDecoder:
         }
         scales_cache = self.cache_dtype.itemsize == 1
         read = WeightReader(c, source, dtype, device, scheme, scales_cache)
-        self._table = read.stack({"model.embed_tokens.weight": c.vocab_size}, c.hidden_size)
-        self._head = Linear(
-            self._table if c.tied else read.stack({"lm_head.weight": c.vocab_size}, c.hidden_size),
-            None,
-        )
-        self._final_norm = read.norm("model.norm", c.hidden_size)
+        self._take_ends(read)
         self._layers: list[Layer] = []
-        for i in range(c.num_layers):
-            progress(i, c.num_layers)
+        for done, i in enumerate(numbers):
+            progress(done, len(numbers))
             self._layers.append(read.layer(i, *places[i]))
-        source.finish(
-            lambda name: (
-                name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
-            )
-        )
-        progress(c.num_layers, c.num_layers)
+        source.finish(lambda name: may_be_left(name, numbers, c.num_layers, c.tied))
+        progress(len(numbers), len(numbers))
         self.num_bytes, self._workspace = read.num_bytes, read.workspace
         self._takes_one_token = all(
             isinstance(linear, OneTokenLinear) for layer in self._layers for linear in layer.linears
         )
         # The embedding is scaled by what the model's own type makes of the scale.
         self._scale = float(torch.tensor(c.embedding_scale, dtype=dtype))
+
+    def _take_ends(self, read: WeightReader) -> None:
+        c, stage, hidden = self._config, self._stage, self._config.hidden_size
+        if stage.is_first or (c.tied and stage.is_last):
+            self._table = read.stack({"model.embed_tokens.weight": c.vocab_size}, hidden)
+        if stage.is_last:
+            own = None if c.tied else read.stack({"lm_head.weight": c.vocab_size}, hidden)
+            self._head = Linear(self._table if own is None else own, None)
+            self._final_norm = read.norm("model.norm", hidden)
 
     @property
     def block_bytes(self) -> int:
@@ -164,9 +151,10 @@ class GpuDecoder:
         max_model_len: int,
         group: DeviceGroup | Alone | None = None,
         replicas: RowGroup | None = None,
+        stage: GpuStage | None = None,
     ) -> None:
-        """Make the buffers for `batch`. group: of all ranks, where there are several. replicas:
-        those that share the experts.
+        """Make the buffers for `batch`. group, stage: where there are several. replicas: those that
+        share the experts.
         """
         c, tokens = self._config, batch.max_tokens
         q, kv = c.heads * c.head_size, c.kv_heads * c.head_size
@@ -177,6 +165,7 @@ class GpuDecoder:
 
         self._batch, self._group, self._replicas = batch, group or Alone(), replicas
         self._summing: Any = self._group  # who adds up what the last product has made
+        self._stage = stage or self._stage
         self._residual_TH, self._x_TH, self._update_TH = (
             buffer(tokens, c.hidden_size) for _ in range(3)
         )
@@ -202,12 +191,12 @@ class GpuDecoder:
 
     def _make_logits(self, capacity: int) -> torch.Tensor:
         """Of the whole vocabulary; on other ranks than rank 0, their own part, which nobody reads
-        there.
+        there; before the last stage, nothing.
         """
         group = self._group
-        if group.rank:
+        if self._stage.is_last and group.rank:
             return group.own_logits(capacity)
-        size = group.size * self._config.vocab_size
+        size = group.size * self._config.vocab_size if self._stage.is_last else 0
         return torch.zeros(capacity, size, dtype=self._dtype, device=self._device)
 
     def distinct_steps(self, most: int) -> list[int]:
@@ -227,7 +216,10 @@ class GpuDecoder:
         chosen = self._layers if layers is None else [self._layers[i] for i in layers]
         tokens = work.tokens
         residual_TH = self._residual_TH[:tokens]
-        self._embed(self._batch.token_ids_T[:tokens], residual_TH, pdl)
+        if self._stage.is_first:
+            self._embed(self._batch.token_ids_T[:tokens], residual_TH, pdl)
+        else:
+            self._stage.receive(residual_TH, pdl)
         run = self._single_layer if self._is_single(work) else self._layer
         added, update_norm = True, None  # at first there is no update
         for layer in chosen:
@@ -239,6 +231,9 @@ class GpuDecoder:
             sparse = sum(isinstance(layer.mlp, ExpertWeights) for layer in chosen)
             self._replicas.check_exchanges(sparse)
         self._added, self._last_update_norm = added, update_norm
+        if not self._stage.is_last:
+            update_TH = None if added else self._update_TH[:tokens]
+            self._stage.send(residual_TH, update_TH, update_norm, self._config.eps, pdl)
 
     def resume(self) -> None:
         """A graph has done the forward pass of a step with prompts: logits go on from there."""
@@ -259,10 +254,12 @@ class GpuDecoder:
 
     def logits(self, index_N: torch.Tensor, work: Work, pdl: bool = False) -> torch.Tensor:
         """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
-        next call. On other ranks than rank 0 nothing to be read.
+        next call. On other ranks than rank 0, and before the last stage, nothing to be read.
         """
         count = len(index_N)
         logits_NV = self.logits_NV[:count]
+        if not self._stage.is_last:
+            return logits_NV
         if self._group.size == 1:
             self._product_of_head(index_N, work, logits_NV, pdl)
             return logits_NV

@@ -44,13 +44,21 @@ def check_peers(size: int, first: int = 0, option: str = "tensor_parallel_size")
     """Raises ConfigError where the devices of `size` ranks, the first of which has device `first`,
     don't reach each other's memory. option: that asks for so many.
     """
-    if size > MOST_RANKS:
-        raise ConfigError(f"{option} = {size}: device 'cuda' takes {MOST_RANKS} at most")
+    check_ranks(size, option)
+    check_access(f"{option} = {size}", first, size)
+
+
+def check_access(option: str, first: int, size: int) -> None:
+    """The same of `size` devices from `first` on. option: what needs them, and its value."""
     for one in range(first, first + size):
         for other in range(first, first + size):
             if one != other and not torch.cuda.can_device_access_peer(one, other):
                 raise ConfigError(
-                    f"{option} = {size}: device {one} can't read the memory of device "
-                    f"{other}; ranks need devices that are connected by NVLink, or PCIe with peer "
-                    "access"
+                    f"{option}: device {one} can't read the memory of device {other}; workers need "
+                    "devices that are connected by NVLink, or PCIe with peer access"
                 )
+
+
+def check_ranks(size: int, option: str = "tensor_parallel_size") -> None:
+    if size > MOST_RANKS:
+        raise ConfigError(f"{option} = {size}: device 'cuda' takes {MOST_RANKS} at most")

@@ -1,5 +1,5 @@
-"""Which group a process is of, on its device: the ranks of an engine, or replicas that share
-experts.
+"""Which group a process is of, on its device: the ranks of an engine, its stages with their ranks,
+or replicas that share experts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import torch
 from ...mq.config import EngineConfig
 from .parallel import PeerGroup, Shape, join_devices, join_processes
 from .replicas import join_device_rows, join_process_rows
+from .stages import Place
+from .stages import join_devices as join_device_stages
+from .stages import join_processes as join_process_stages
 
 
 def join(
@@ -22,3 +25,12 @@ def join(
     if device.type != "cuda":
         return join_all[1](rank, size, group_fd, shape)
     return join_all[0](rank, size, group_fd, shape, device, config.startup_timeout)
+
+
+def join_stages(
+    config: EngineConfig, worker: int, group_fd: int, shape: Shape, device: torch.device
+) -> Place:
+    """The same of the workers of an engine that has several stages."""
+    if device.type != "cuda":
+        return join_process_stages(config, worker, group_fd, shape)
+    return join_device_stages(config, worker, group_fd, shape, device)

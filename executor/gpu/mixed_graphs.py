@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.gpu.prefill_attention import tile_tokens
+from ...kernels.gpu.prefill_attention import plan_tiles, tile_tokens
 from .batch import Ints, Step
 from .graphs import Progress, at_least, capture_graph
 
@@ -106,3 +106,14 @@ def pad_tiles(tiles: Ints, count: int) -> Ints:
     padded = np.full((2, count), NO_TILE, np.int32)
     padded[:, : tiles.shape[1]] = tiles
     return padded
+
+
+def lay_out_tiles(step: Step, head_group: int, mixed: Mixed | None) -> Ints:
+    """[2, tiles]: of the sequences of a step with prompts that prefill attention serves. mixed: its
+    graph, if it has one.
+    """
+    first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
+    tiles = plan_tiles(step.lengths[first:], head_group, step.context[first:])
+    tiles[0] += first
+    # One at least: among replicas that step together it may have no prompt.
+    return pad_tiles(tiles, max(1, tiles.shape[1]) if mixed is None else mixed.tiles)

@@ -260,25 +260,36 @@ def join_devices(
     """The group of the ranks on CUDA devices of one host."""
     check_peers(size, device.index - rank)
     layout = Layout(shape, size, has_long=True)
-    memory, close = share_memory(rank, size, group_fd, layout.num_bytes, device, timeout)
-    import torch.distributed as dist
+    store = meet(group_fd, size, timeout)
+    mapped = map_devices(store, rank, size, layout.num_bytes, device, timeout)
+    return PeerGroup(rank, shape, layout, mapped.memory, mapped.add_up, mapped.close)
 
-    return PeerGroup(rank, shape, layout, memory, dist.all_reduce, close)
 
-
-def share_memory(
-    rank: int, size: int, group_fd: int, num_bytes: int, device: torch.device, timeout: float
-) -> tuple[Memory, Callable[[], None]]:
-    """So much of each rank's device, which all have mapped, and NCCL among them. They find each
-    other in an anonymous file, empty at first, that only they have. timeout: seconds to wait for
-    the others. Returns what closes it, too.
-    """
+def meet(group_fd: int, size: int, timeout: float) -> Any:
+    """A store (torch.distributed) of those who have the anonymous file, which is empty at first."""
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric
 
     store = dist.FileStore(f"/proc/self/fd/{group_fd}", size)
     store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+class Mapped(NamedTuple):
+    """add_up: a tensor of all, in place, by NCCL. close: at the end."""
+
+    memory: Memory
+    add_up: Callable[[torch.Tensor], None]
+    close: Callable[[], None]
+
+
+def map_devices(
+    store: Any, rank: int, size: int, num_bytes: int, device: torch.device, timeout: float
+) -> Mapped:
+    """Memory of all, zeros at first. When this returns all have it."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
     dist.init_process_group(
         "nccl",
         store=store,
@@ -301,7 +312,8 @@ def share_memory(
         if torch.cuda.current_stream(device).query():
             dist.destroy_process_group()
 
-    return Memory(own, [address + shift for address in handle.buffer_ptrs]), close
+    addresses = [address + shift for address in handle.buffer_ptrs]
+    return Mapped(Memory(own, addresses), dist.all_reduce, close)
 
 
 def join_processes(rank: int, size: int, group_fd: int, shape: Shape) -> PeerGroup:

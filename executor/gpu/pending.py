@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,12 +19,23 @@ _NAP_SECONDS = 20e-6  # a device rings no bell
 class GpuPending:
     """Between `begin` and `end` the step is enqueued on the current stream.
 
-    seconds of its StepOutput: on a device from its first operation's turn to its last one's end.
+    step: whose tokens are answered. tell: who else hears of them, as soon as they are here.
+
+    seconds of its StepOutput: on a device from its first operation's turn to its last one's end. Of
+    a stage after the first this has in it what it waits for the one before.
     """
 
-    def __init__(self, number: int, slot: Slot, step: Step | None, any_work: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        slot: Slot,
+        step: Step | None,
+        tell: Callable[[Ints, Ints], None],
+        any_work: bool = False,
+    ) -> None:
         """any_work: what StepOutput says."""
         self._number, self._slot, self._step, self._any_work = number, slot, step, any_work
+        self._tell = tell
         self._tokens: Ints | None = None
         self._seconds = 0.0
         self.logprobs: PendingLogprobs | None = None
@@ -66,6 +78,8 @@ class GpuPending:
             [table.read() for table in self.prompts],
         )
         self._tokens = np.array(slot.outputs[:count].numpy())
+        if self._step is not None:
+            self._tell(self._step.sampled, self._tokens)
 
     def read(self) -> StepOutput:
         self.settle()

@@ -31,7 +31,17 @@ from ...kernels.gpu import all_reduce as kernels
 from ...mq.errors import ConfigError
 from .devices import check_peers
 from .graphs import LARGEST
-from .parallel import MOST_READ, Layout, Memory, PeerGroup, Shape, aligned, map_peers, share_memory
+from .parallel import (
+    MOST_READ,
+    Layout,
+    Memory,
+    PeerGroup,
+    Shape,
+    aligned,
+    map_devices,
+    map_peers,
+    meet,
+)
 
 
 class RowLayout(Layout):
@@ -180,11 +190,12 @@ def join_device_rows(
     """The group of replicas on CUDA devices of one host, which share an empty file."""
     check_peers(size, device.index - rank, "data_parallel_size")
     layout = RowLayout(shape, size, has_long=True)
-    memory, close = share_memory(rank, size, group_fd, layout.num_bytes, device, timeout)
+    store = meet(group_fd, size, timeout)
+    mapped = map_devices(store, rank, size, layout.num_bytes, device, timeout)
     import torch.distributed as dist
 
-    long = Long(dist.all_gather_into_tensor, dist.all_reduce)
-    return PeerRows(rank, shape, layout, memory, long, close)
+    long = Long(dist.all_gather_into_tensor, mapped.add_up)
+    return PeerRows(rank, shape, layout, mapped.memory, long, mapped.close)
 
 
 def join_process_rows(rank: int, size: int, group_fd: int, shape: Shape) -> PeerRows:

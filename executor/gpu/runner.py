@@ -8,7 +8,8 @@ event has passed.
 
 A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
 (parallel.py). It copies them back, too: so no rank is ahead of its own steps. Replicas that share
-experts meet before each launch (lockstep.py).
+experts meet before each launch (lockstep.py). A stage of several (stages.py) ends its steps where
+the next stage's begin, and answers no tokens before the last one.
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -22,25 +23,26 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...kernels.gpu.blocks import copy_blocks
 from ...kernels.gpu.decode_attention import DecodeConfig, choose_decode_config
-from ...kernels.gpu.prefill_attention import plan_tiles
 from ...mq import codec
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
 from ..logits_processor import load_processors
 from ..models import find_model
 from ..runner import Done, PendingStep, Progress
+from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
-from . import memory
+from . import joining, memory
 from .batch import GpuBatch, Slot, Step
-from .compile_ahead import CompileServer, prepare_folder
-from .decoder import GpuDecoder, Work
+from .compile_ahead import CompileServer, compile_variants, prepare_folder
+from .decoder import GpuDecoder
+from .description import describe
 from .devices import check_split, find_device
 from .graphs import (
     DecodeGraphs,
@@ -50,25 +52,24 @@ from .graphs import (
     context_bounds,
     distinct_bounds,
 )
-from .joining import join
 from .lockstep import Lockstep
-from .mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
-from .parallel import Alone, DeviceGroup, PeerGroup, Shape, make_sampler
+from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
+from .parallel import Alone, AnySampler, DeviceGroup, PeerGroup, Shape, make_sampler
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
 from .replicas import RowGroup
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
+from .stages import GpuStage, NoSampler, Place
 from .stopwatch import Stopwatch
 from .warm_up import WarmUp
+from .work import Work
 
 log = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """device: another than the rank's own, such as the CPU in tests. join: what makes the group of
-    all ranks, where there are several, or of all replicas, where these share experts.
-    """
+    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py."""
 
     def __init__(
         self,
@@ -79,14 +80,21 @@ class GpuModelRunner:
         group_fd: int = -1,
         join: Callable[[Shape], Any] | None = None,
         engine: int = 0,
+        join_stages: Callable[[Shape], Place] | None = None,
     ) -> None:
-        self._config, self._spec, self._rank, self._engine = config, spec, rank, engine
+        self._config, self._spec, self._worker, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
+        stage, self._rank = divmod(rank, self._size)
+        self._position = Position(stage, config.pipeline_parallel_size)
         self._group: DeviceGroup | Alone = Alone()
         self._join = join or self._join_group
         self._rows: RowGroup | None = None
         self._lockstep: Lockstep | None = None
-        self._device = device or find_device(rank, engine, self._size)
+        self._stage = GpuStage(self._position)
+        self._device = device or find_device(rank, engine, config.num_workers)
+        self._join_stages = join_stages or partial(
+            joining.join_stages, config, rank, group_fd, device=self._device
+        )
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
@@ -126,11 +134,11 @@ class GpuModelRunner:
                 self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
             )
             if server is not None:
-                self._kernels = server.compile_if_possible(
-                    warm_up.variants, lambda n, of: progress("compiling kernels", n, of)
-                )
+                tell = partial(progress, "compiling kernels")
+                self._kernels = compile_variants(server, warm_up.variants, tell)
                 watch.lap("compile")
                 warm_up.run(lambda n, of: progress("warming up", n, of))
+        self._stage.open()
         activations = meter.used() - weights
         watch.lap("warm_up")
         with memory.room_for("graphs"):
@@ -191,6 +199,7 @@ class GpuModelRunner:
             self._size,
             config.enable_expert_parallel,
             dealt,
+            self._position,
         )
 
     def _make_buffers(self) -> None:
@@ -203,7 +212,7 @@ class GpuModelRunner:
             max_model_len=spec.max_model_len,
             block_size=config.block_size,
             num_groups=len(self._decoder.groups),
-            num_slots=config.max_steps_in_flight + 1,
+            num_slots=config.most_steps_in_flight + 1,
             pad=lambda sequences: at_least(self._sizes, sequences),
             device=self._device,
         )
@@ -214,18 +223,21 @@ class GpuModelRunner:
             self._group_fd = self._lockstep.share_file()
             self._rows = self._join(shape)
             self._rows.num_tokens_N = batch.num_tokens(self._rows.size)
+        elif self._position.count > 1:
+            self._group, self._stage = self._join_stages(shape)
+            self._stage.bind(batch)
         elif self._size > 1:
             self._group = self._join(shape)
-        self._decoder.bind(batch, spec.max_model_len, self._group, self._rows)
-        self._sampler = make_sampler(self._make_sampler, self._group)
+        self._decoder.bind(batch, spec.max_model_len, self._group, self._rows, self._stage)
+        self._sampler: AnySampler | NoSampler = NoSampler()
+        if self._stage.is_last:
+            self._sampler = make_sampler(self._make_sampler, self._group)
         self._work = Work(1, 1, 1)
-        self._prompt_logprobs = PromptLogprobsReader(
-            self._batch, self._prompt_logits, spec.vocab_size
-        )
+        self._prompt_logprobs = PromptLogprobsReader(batch, self._prompt_logits, spec.vocab_size)
 
     def _join_group(self, shape: Shape) -> PeerGroup:
         place = self._rank, self._engine, self._group_fd
-        return join(self._config, *place, shape, self._device)
+        return joining.join(self._config, *place, shape, self._device)
 
     def _make_sampler(self) -> Sampler:
         spec = self._spec
@@ -277,7 +289,7 @@ class GpuModelRunner:
             self._decoder.set_cache(num_blocks)
         if self._on_gpu:
             warm_up.copy_nothing()
-        return WorkerReady(self._rank, num_blocks, config.block_size, groups)
+        return WorkerReady(self._worker, num_blocks, config.block_size, groups)
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
@@ -297,25 +309,13 @@ class GpuModelRunner:
         self._graphs, self._mixed_graphs = graphs, mixed
 
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
-        kv_cache = num_blocks * self._decoder.block_bytes
-        self._details = {
-            "device": torch.cuda.get_device_name(self._device) if self._on_gpu else "cpu",
-            "ranks": self._size,
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "quantization": str(self._scheme or "none"),
-            "kv_cache_dtype": str(self._decoder.cache_dtype).removeprefix("torch."),
-            "weights_bytes": self._decoder.num_bytes,
-            "activation_bytes": terms.activations,
-            "graph_bytes": terms.graphs,
-            "kv_cache_bytes": kv_cache,
-            "num_blocks": num_blocks,
-            "block_size": self._config.block_size,
-            "graphs": len(self._graphs or ()) + len(self._mixed_graphs or ()),
-            "memory": terms.table(kv_cache),
-            **self._kernels,
-            **seconds,
-        }
-        log.info("memory of %s: %s", self._device, self._details["memory"])
+        types = self._dtype, str(self._scheme or "none")
+        num_graphs = len(self._graphs or ()) + len(self._mixed_graphs or ())
+        told = describe(
+            self._config, self._device, self._decoder, *types, terms, num_blocks, num_graphs
+        )
+        self._details = {**told, **self._kernels, **seconds}
+        log.info("memory of %s: %s", self._device, told["memory"])
 
     def details(self) -> dict[str, str | int | float]:
         return self._details
@@ -323,6 +323,7 @@ class GpuModelRunner:
     def leave(self) -> None:
         with self._on_stream():
             (self._rows or self._group).leave()
+            self._stage.leave()
         if self._lockstep is not None:
             self._lockstep.leave()
 
@@ -335,6 +336,7 @@ class GpuModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         start = time.perf_counter()
         batch = self._batch
+        self._stage.before(plan)
         batch.apply(plan)
         for new in plan.new:
             self._sampler.enter(new)
@@ -348,8 +350,11 @@ class GpuModelRunner:
         if step is None and not (plan.copy_to or batch.is_changed):
             seconds = time.perf_counter() - start
             return Done(StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work))
+        if step is not None:
+            self._stage.laid_out(step.sampled)
         slot = batch.take_slot()
-        pending = GpuPending(plan.step, slot, step, any_work)
+        answered = step if self._stage.is_last else None
+        pending = GpuPending(plan.step, slot, answered, self._stage.sampled, any_work)
         with self._on_stream():
             self._enqueue(plan, step, pending, slot, asks)
         slot.release = pending.settle
@@ -359,6 +364,7 @@ class GpuModelRunner:
         self, plan: StepPlan, step: Step | None, pending: GpuPending, slot: Slot, asks: bool
     ) -> None:
         batch = self._batch
+        answers = self._stage.is_last
         pending.begin()
         batch.fill(slot, step)
         mixed = self._find_mixed(step)
@@ -376,12 +382,13 @@ class GpuModelRunner:
             replayed = self._replay(step, plain)
             if not replayed:
                 self._run(step, tiles, mixed)
-            if not (replayed and plain):
-                self._sample(step, plain, pending)
-            if asks:
-                pending.prompts = self._prompt_logprobs.launch(step)
-            count = len(step.sampled)
-            slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
+            if answers:
+                if not (replayed and plain):
+                    self._sample(step, plain, pending)
+                if asks:
+                    pending.prompts = self._prompt_logprobs.launch(step)
+                count = len(step.sampled)
+                slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
         pending.end()
 
     def _find_mixed(self, step: Step | None) -> Mixed | None:
@@ -396,11 +403,7 @@ class GpuModelRunner:
         """
         if step is None or step.is_decode:
             return 0
-        first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
-        tiles = plan_tiles(step.lengths[first:], self._decoder.head_group, step.context[first:])
-        tiles[0] += first
-        # One at least: among replicas that step together it may have no prompt.
-        tiles = pad_tiles(tiles, max(1, tiles.shape[1]) if mixed is None else mixed.tiles)
+        tiles = lay_out_tiles(step, self._decoder.head_group, mixed)
         place = slot.put(tiles)
         assert place == self._batch.tail
         return tiles.shape[1]
@@ -484,7 +487,7 @@ class GpuModelRunner:
         self._batch.prepare_decode(size, pdl=True)
         self._decoder.forward(work, pdl=True)
         self._decoder.logits(self._batch.last_N[:size], work, pdl=True)
-        if whole:
+        if whole and self._stage.is_last:
             self._sample_plain(size, pdl=True)
 
     @contextlib.contextmanager

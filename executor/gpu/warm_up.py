@@ -19,9 +19,11 @@ import torch
 
 from ...kernels.gpu.blocks import copy_blocks
 from .batch import TOKENS_PADDED_TO, GpuBatch
-from .decoder import GpuDecoder, Work
+from .decoder import GpuDecoder
 from .graphs import batch_sizes
 from .parallel import AnySampler
+from .stages import NoSampler
+from .work import Work
 
 if TYPE_CHECKING:
     from .variants import Variant
@@ -41,7 +43,7 @@ class WarmUp:
         self,
         batch: GpuBatch,
         decoder: GpuDecoder,
-        sampler: AnySampler,
+        sampler: AnySampler | NoSampler,
         bounds_of: Callable[[int], list[int]],
         programmatic: bool,
     ) -> None:

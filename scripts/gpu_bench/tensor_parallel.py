@@ -1,6 +1,8 @@
-"""Tensor parallelism on the GPUs that this runs on: how long a sum takes.
+"""Tensor and pipeline parallelism on the GPUs that this runs on: how long a sum takes, and what
+goes from stage to stage.
 
     tensor_parallel.py sums     # one-shot and NCCL, microseconds in graphs
+    tensor_parallel.py pipe     # from stage to stage, microseconds in graphs
 
 Ranks are processes of their own, ended after --limit seconds. layouts.py measures engines.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 HIDDEN = 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 KiB
+PIPE_TOKENS = (1, 32, 128, 512, 2048, 8192)
 IN_GRAPH, REPLAYS = 20, 20
 
 
@@ -26,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["sums", "rank"])
+    parser.add_argument("what", choices=["sums", "pipe", "rank", "end"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=180)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -34,13 +37,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "rank":
         time_sums(args.rank, args.ranks, args.group_fd)
+    elif args.what == "end":
+        time_pipe(args.rank, args.group_fd)
+    elif args.what == "sums":
+        in_processes("rank", args.ranks, args.limit)
     else:
-        sums(args.ranks, args.limit)
+        in_processes("end", 2, args.limit)
 
 
-def sums(ranks: int, limit: float) -> None:
+def in_processes(what: str, ranks: int, limit: float) -> None:
     memory_fd = os.memfd_create("ranks")
-    command = [sys.executable, "-P", str(HERE), "rank", "--ranks", str(ranks)]
+    command = [sys.executable, "-P", str(HERE), what, "--ranks", str(ranks)]
     processes = [
         subprocess.Popen(
             [*command, "--rank", str(rank), "--group-fd", str(memory_fd)], pass_fds=[memory_fd]
@@ -77,26 +84,6 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
     group = parallel.join_devices(rank, ranks, group_fd, shape, device, 60)
     stream = torch.cuda.Stream(device)
     weight = torch.ones(HIDDEN, device=device)
-
-    def microseconds(step: Callable[[int], None]) -> float:
-        """Median of a step's, of IN_GRAPH in a graph."""
-        for index in range(4):
-            step(index)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for index in range(IN_GRAPH):
-            step(index)
-        graph.capture_end()
-        times = []
-        for _ in range(REPLAYS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            stream.synchronize()
-            times.append(1e3 * began.elapsed_time(ended) / IN_GRAPH)
-        return statistics.median(times[3:])
 
     with torch.cuda.stream(stream), torch.inference_mode():
         if not rank:
@@ -138,6 +125,65 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
             print(f"tokens: {said:.1f} us", flush=True)
         stream.synchronize()
         group.leave()
+
+
+def microseconds(step: Callable[[int], None]) -> float:
+    """Median of a step's, of IN_GRAPH in a graph, on the current stream."""
+    import torch
+
+    stream = torch.cuda.current_stream()
+    for index in range(4):
+        step(index)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    for index in range(IN_GRAPH):
+        step(index)
+    graph.capture_end()
+    times = []
+    for _ in range(REPLAYS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        stream.synchronize()
+        times.append(1e3 * began.elapsed_time(ended) / IN_GRAPH)
+    return statistics.median(times[3:])
+
+
+def time_pipe(worker: int, group_fd: int) -> None:
+    """One end of it. The receiver prints; items follow each other without a pause."""
+    import torch
+
+    from ringcast.executor.gpu import stages
+    from ringcast.executor.gpu.parallel import Shape
+    from ringcast.mq.config import EngineConfig, build
+
+    device = torch.device("cuda", worker)
+    torch.cuda.set_device(device)
+    config = build(EngineConfig, {"device": "cuda", "pipeline_parallel_size": 2})
+    shape = Shape(PIPE_TOKENS[-1], HIDDEN, 64, 64, torch.bfloat16)
+    stage = stages.join_devices(config, worker, group_fd, shape, device).stage
+    stage.open()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream), torch.inference_mode():
+        if worker:
+            print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
+        for tokens in PIPE_TOKENS:
+            x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+
+            def item(_: int, x=x) -> None:  # type: ignore[no-untyped-def]
+                if worker:
+                    stage.receive(x, True)
+                else:
+                    stage.send(x, x, None, 1e-6, True)
+
+            took = microseconds(item)
+            if worker:
+                rate = x.nbytes / took / 1e3
+                print(f"{tokens:5} rows: {took:8.1f} us an item, {rate:6.1f} GB/s", flush=True)
+        stream.synchronize()
+        stage.leave()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import torch
 
 from ringcast.executor.input_batch import InputBatch
 from ringcast.executor.parallel import map_memory
-from ringcast.executor.pipeline import Link, Tokens, deal_stage, join, split
+from ringcast.executor.pipeline import Link, join
+from ringcast.executor.sampled_tokens import Tokens
+from ringcast.executor.stages import deal_stage, split
 from ringcast.kernels.cpu.pipe import pipe_bytes
 from ringcast.mq import codec
 from ringcast.mq.config import EngineConfig, build

@@ -20,7 +20,7 @@ from ringcast.executor.cpu_runner import CpuModelRunner
 from ringcast.executor.gpu import attention, decoder, experts, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
-from ringcast.kernels.gpu import expert_routing, few_linear, few_linear_table, step
+from ringcast.kernels.gpu import expert_routing, few_linear, few_linear_table, stage_pipe, step
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.sampling_params import SamplingParams
@@ -228,6 +228,11 @@ class TwoRunners:
         self._launched.append((plan, self.mine.launch(plan)))
         return self._launched[-1][1]
 
+    @property
+    def oldest(self) -> tuple[messages.StepPlan, Any]:
+        """What `read` reads next."""
+        return self._launched[0]
+
     def read(self) -> messages.StepOutput:
         plan, pending = self._launched.pop(0)
         output = pending.read()
@@ -275,8 +280,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     return {name: make_model(folder / name, name) for name in MODELS | MIXTURES}
 
 
-def load(spec: ModelSpec, kind: type[Any], *place: Any, **options: Any) -> Any:
-    options = {
+def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    return {
         "device": "cpu",
         "dtype": "float32",
         "block_size": 16,
@@ -284,7 +289,10 @@ def load(spec: ModelSpec, kind: type[Any], *place: Any, **options: Any) -> Any:
         "max_num_batched_tokens": 64,
         "num_gpu_blocks_override": NUM_BLOCKS,
     } | options
-    made = kind(build(EngineConfig, options), spec, *place)
+
+
+def load(spec: ModelSpec, kind: Callable[..., Any], *place: Any, **options: Any) -> Any:
+    made = kind(build(EngineConfig, with_defaults(options)), spec, *place)
     made.load(lambda *_: None)
     return made
 
@@ -305,6 +313,7 @@ KERNELS = {
 
 def take_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most kernels' references, which take the same arguments."""
+    monkeypatch.setattr(stage_pipe, "PROGRAMS", 2)
     for user, names in KERNELS.items():
         for name in names:
             module = importlib.import_module(getattr(user, name).__module__)
@@ -326,6 +335,7 @@ def take_routing_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow by programs, not by what is in them."""
+    monkeypatch.setattr(stage_pipe, "PROGRAMS", 2)
     config = few_linear_table.Config(rows=32, warps=1, block=64)
     monkeypatch.setattr(few_linear, "configuration", lambda *_: config)
 

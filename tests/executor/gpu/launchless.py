@@ -98,9 +98,9 @@ class NoGraphs:
 
 @torch.inference_mode()
 def make_runner(
-    name: str, folder: Path, graphs: bool = True, rank: int = 0, size: int = 1, **more: Any
+    name: str, folder: Path, graphs: bool = True, worker: int = 0, size: int = 1, **more: Any
 ) -> tuple[GpuModelRunner, WarmUp]:
-    """Loaded up to its first launches. Of several ranks or replicas, it is the only one that is
+    """Loaded up to its first launches. Of several workers or replicas, it is the only one that is
     there.
     """
     options = {
@@ -115,9 +115,10 @@ def make_runner(
     spec = make_model(folder / name, name)
     memory_fd = os.memfd_create("ranks")
     config = build(EngineConfig, options)
-    runner = GpuModelRunner(config, spec, rank, torch.device("cpu"), memory_fd)
+    runner = GpuModelRunner(config, spec, worker, torch.device("cpu"), memory_fd)
     runner._load_weights(lambda *_: None)
     runner._make_buffers()
+    runner._stage._tokens = None  # nobody tells, and nobody hears
     os.close(memory_fd)
     runner._decoder.set_cache(NUM_BLOCKS)
     runner._graphs = NoGraphs() if graphs else None
@@ -160,16 +161,18 @@ def check_steps(folder: Path) -> dict[str, Any]:
     ranks += [("mixtral", True, 0, 2, dealt), ("mixtral", False, 1, 2, {})]
     shared = dealt | {"data_parallel_size": 2}
     ranks += [("mixtral", True, 0, 1, shared), ("qwen3 experts of 4", False, 0, 1, shared)]
-    for name, graphs, rank, size, more in alone + ranks:
-        runner, warm_up = make_runner(name, folder, graphs, rank, size, **more)
+    ranks += [("gemma3", True, 1, 1, {"pipeline_parallel_size": 3})]
+    for name, graphs, worker, size, more in alone + ranks:
+        runner, warm_up = make_runner(name, folder, graphs, worker, size, **more)
         with torch.inference_mode():
             known = {variant.data for variant in warm_up.variants()}
+        runner._stage.open()
         with collect() as found:
             steps_of(runner)
             if graphs:
                 graphs_of(runner)
         new = sorted({v.name for data, v in found.items() if data not in known})
-        report[f"{name} {graphs} {rank} of {size} {more}"] = {
+        report[f"{name} {graphs} {worker} of {size} {more}"] = {
             "known": len(known),
             "used": len(found),
             "new": new,

@@ -1,9 +1,11 @@
-"""A rank of a tensor-parallel engine without the other actors.
+"""A worker of an engine of several, ranks or stages, without the other actors.
 
-    python -P one_rank.py RANK FILE ORDER      FILE: descriptor of the ranks' memory
+    python -P one_rank.py WORKER FILE END ORDER      FILE: descriptor of the workers' memory
 
-ORDER is JSON: the model's spec, engine options, prompts, how many tokens each gets. Prints a line
-of JSON: the tokens, and the runner's details.
+END: the two of a pipe that nobody writes to. Whoever is done closes his, and all end when all are
+done: until then somebody may use the memory of another. ORDER is JSON: the model's spec, engine
+options, prompts, how many tokens each gets. Prints a line of JSON: the tokens, and the runner's
+details.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ import msgspec
 import pytest
 import torch
 import torch.distributed
-from executor.gpu.conftest import GREEDY, NUM_BLOCKS, TwoRunners, load, take_few_programs
+from executor.gpu.conftest import (
+    GREEDY,
+    NUM_BLOCKS,
+    TwoRunners,
+    load,
+    take_few_programs,
+    with_defaults,
+)
 from triton import knobs
 
 from ringcast.executor.gpu.parallel import Layout, Memory, PeerGroup, Shape
 from ringcast.executor.gpu.runner import GpuModelRunner
-from ringcast.mq.config import ModelSpec
+from ringcast.executor.gpu.stages import Place, Plan, mail_fd
+from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.sampling_params import SamplingParams
 
 PARAMS = (
@@ -61,14 +71,31 @@ def join_on_one_device(rank: int, size: int, group_fd: int, shape: Shape) -> Pee
     since NCCL refuses that.
     """
     layout = Layout(shape, size, has_long=False)
-    return PeerGroup(rank, shape, layout, share_one_device(rank, size, group_fd, layout.num_bytes))
+    memory = share_one_device(make_store(group_fd, size), rank, size, layout.num_bytes)
+    return PeerGroup(rank, shape, layout, memory)
 
 
-def share_one_device(rank: int, size: int, group_fd: int, num_bytes: int) -> Memory:
-    own = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
+def join_stages_on_one_device(
+    options: dict[str, Any], worker: int, group_fd: int, shape: Shape
+) -> Place:
+    """All workers of several stages alike."""
+    plan = Plan(build(EngineConfig, options), worker, shape, has_long=False)
+    store = make_store(group_fd, plan.workers)
+    mail = plan.open_mail(mail_fd(plan, store))  # whose file ends with the process
+    return plan.place(share_one_device(store, worker, plan.workers, plan.num_bytes), mail)
+
+
+def make_store(group_fd: int, size: int) -> torch.distributed.FileStore:
     store = torch.distributed.FileStore(f"/proc/self/fd/{group_fd}", size)
     store.set_timeout(timedelta(seconds=60))
+    return store
+
+
+def share_one_device(
+    store: torch.distributed.FileStore, rank: int, size: int, num_bytes: int
+) -> Memory:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
     # What it has of it is ours, and so is the process that reads it.
     store.set(f"memory {rank}", pickle.dumps(own.untyped_storage()._share_cuda_()))
     addresses = []
@@ -83,7 +110,7 @@ def share_one_device(rank: int, size: int, group_fd: int, num_bytes: int) -> Mem
     return Memory(own, addresses)
 
 
-_OPENED: list[torch.Tensor] = []  # memory of other ranks, which must stay
+_OPENED: list[torch.Tensor] = []  # memory of other workers, which must stay
 
 
 def generate(runner: Any, order: Order) -> list[list[int]]:
@@ -115,26 +142,68 @@ def generate(runner: Any, order: Order) -> list[list[int]]:
     return [known[row] for row in range(len(prompts))]
 
 
+def generate_in_stages(runner: Any, order: Order) -> list[list[int]]:
+    """As a pipeline has it: a row is in one step at a time, and two steps with other rows are in
+    flight; at the end the first row alone. Tokens are those of the last stage.
+    """
+    num_blocks = order.options.get("num_gpu_blocks_override") or NUM_BLOCKS
+    s = TwoRunners(runner, None, 16, len(runner._decoder.groups), num_blocks)
+    prompts, left = order.prompts, [len(prompt) for prompt in order.prompts]
+    turns = 2 * (max(left) * len(prompts) // order.chunk + order.num_tokens)
+    for turn in range(turns):
+        rows = range(turn % 2, len(prompts), 2)
+        for row in rows if turn < 2 else ():
+            params = PARAMS[row % len(PARAMS)] if order.any_params else GREEDY
+            s.enter(row, prompts[row], params=params)
+        lengths = {row: max(1, min(left[row], order.chunk // len(prompts))) for row in rows}
+        for row, length in lengths.items():
+            left[row] -= length
+        if turn >= 2:
+            _read(s)
+        s.launch(lengths)
+    _read(s)
+    _read(s)
+    known = {row: list(tokens) for row, tokens in s.known.items()}
+    for row in range(1, len(prompts)):
+        s.remove(row)
+    for _ in range(order.num_tokens):
+        s.launch({0: 1})
+        _read(s)
+    known[0] = s.known[0]
+    return [known[row] for row in range(len(prompts))]
+
+
+def _read(s: TwoRunners) -> None:
+    _, step = s.oldest
+    assert step.wait(60), "a step is not done after 60 s"
+    s.read()
+
+
 def _launch(s: TwoRunners, lengths: dict[int, int]) -> None:
     assert s.launch(lengths).wait(60), "a step is not done after 60 s"
 
 
 def run_ranks(order: Order, timeout: float) -> list[Answer]:
-    """All ranks, each a process. Raises AssertionError with what those that fail have said."""
+    """All workers, each a process. Raises AssertionError with what those that fail have said."""
     memory_fd = os.memfd_create("ranks")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = msgspec.json.encode(order).decode()
+    end = [*os.pipe()]
     processes = []
     try:
-        for rank in range(order.options["tensor_parallel_size"]):
-            command = [sys.executable, "-P", __file__, str(rank), str(memory_fd), text]
+        for rank in range(num_workers(order.options)):
+            numbers = [str(rank), str(memory_fd), f"{end[0]},{end[1]}"]
+            command = [sys.executable, "-P", __file__, *numbers, text]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             processes.append(
-                subprocess.Popen(command, pass_fds=[memory_fd], env=environment, **pipes)
+                subprocess.Popen(command, pass_fds=[memory_fd, *end], env=environment, **pipes)
             )
+        while end:
+            os.close(end.pop())
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
-        os.close(memory_fd)
+        for fd in (memory_fd, *end):
+            os.close(fd)
         for process in processes:
             process.kill()
             process.communicate()
@@ -147,24 +216,35 @@ def run_ranks(order: Order, timeout: float) -> list[Answer]:
     return [msgspec.json.decode(said.splitlines()[-1], type=Answer) for said, _ in outputs]
 
 
+def num_workers(options: dict[str, Any]) -> int:
+    return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+
+
 def main() -> None:
     rank, group_fd = int(sys.argv[1]), int(sys.argv[2])
-    order = msgspec.json.decode(sys.argv[3], type=Order)
-    size = order.options["tensor_parallel_size"]
-    device, join = None, None
+    reads, writes = map(int, sys.argv[3].split(","))
+    order = msgspec.json.decode(sys.argv[4], type=Order)
+    size, stages = num_workers(order.options), order.options.get("pipeline_parallel_size", 1)
+    place: dict[str, Any] = {}
+    device = None
     if order.options["device"] == "cpu":
         device = torch.device("cpu")
         take_few_programs(pytest.MonkeyPatch())
     elif torch.cuda.device_count() < size:
         device = torch.device("cuda", 0)
-        join = partial(join_on_one_device, rank, size, group_fd)
-    runner = load(order.spec, GpuModelRunner, rank, device, group_fd, join, **order.options)
+        place["join"] = partial(join_on_one_device, rank, size, group_fd)
+        whole = with_defaults(order.options)
+        place["join_stages"] = partial(join_stages_on_one_device, whole, rank, group_fd)
+    place |= {"rank": rank, "device": device, "group_fd": group_fd}
+    runner = load(order.spec, partial(GpuModelRunner, **place), **order.options)
     compiled: list[str] = []
     knobs.runtime.jit_cache_hook = lambda fn, **_: compiled.append(fn.name)
-    tokens = generate(runner, order)
+    tokens = (generate if stages == 1 else generate_in_stages)(runner, order)
     answer = Answer(tokens, runner.details(), compiled)
-    runner.leave()
     print(msgspec.json.encode(answer).decode(), flush=True)
+    os.close(writes)
+    os.read(reads, 1)
+    runner.leave()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 from executor.gpu.conftest import NUM_BLOCKS, TwoRunners, load, random_tokens, take_few_programs
-from executor.gpu.one_rank import Answer, share_one_device
+from executor.gpu.one_rank import Answer, make_store, share_one_device
 from triton import knobs
 
 from ringcast.executor.gpu.parallel import Shape
@@ -101,7 +101,7 @@ def generate(runner: Any, order: Order, engine: int) -> list[list[int]]:
 def join_on_one_device(engine: int, size: int, store_fd: int, shape: Shape) -> PeerRows:
     """Replicas that share device 0: without long steps, since NCCL refuses that."""
     layout = RowLayout(shape, size, has_long=False)
-    memory = share_one_device(engine, size, store_fd, layout.num_bytes)
+    memory = share_one_device(make_store(store_fd, size), engine, size, layout.num_bytes)
     return PeerRows(engine, shape, layout, memory)
 
 

@@ -34,14 +34,14 @@ def launchless(what: str, folder: Path) -> Any:
 
 
 def test_no_step_needs_a_variant_that_warm_up_has_not_collected(tmp_path):
-    """With graphs and without, of each family of models; of a rank of two, and of a replica that
-    has half of the experts.
+    """With graphs and without, of each family of models; of a rank of two, of a replica that has
+    half of the experts, and of a stage of three.
     """
     report = launchless("steps", tmp_path)
-    assert len(report) == 17
+    assert len(report) == 18
     for name, each in report.items():
         assert each["new"] == [], name
-        assert each["known"] >= each["used"] > 30
+        assert each["known"] >= each["used"] > 20
 
 
 def test_a_server_compiles_and_triton_finds_what_it_has_made(tmp_path):
