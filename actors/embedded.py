@@ -51,7 +51,7 @@ class ControlReporter:
         pass
 
     def notice(self, text: str) -> None:
-        pass
+        print(text, file=sys.stderr, flush=True)
 
     def back(self, names: Sequence[str], seconds: float) -> None:
         pass

@@ -33,7 +33,7 @@ from time import perf_counter, sleep
 from typing import Any, cast
 
 from ..executor.profiler import Profiler, ProfilerError
-from ..executor.runner import ModelRunner, PendingStep, RankRunner, make_runner
+from ..executor.runner import BalancingRunner, ModelRunner, PendingStep, RankRunner, make_runner
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
@@ -103,7 +103,7 @@ class Worker:
                     return
                 self._launch(runner, payload)
             elif in_flight[0][1].done():
-                self._finish_first()
+                self._finish_first(runner)
                 if self._control_poll.poll(0) and self._ended():
                     return
             elif len(in_flight) < most and (payload := self._plans.try_receive()) is not None:
@@ -118,11 +118,14 @@ class Worker:
         if len(self._in_flight) == 1:
             self._first_since = perf_counter()
 
-    def _finish_first(self) -> None:
+    def _finish_first(self, runner: ModelRunner) -> None:
         _, step = self._in_flight.popleft()
         output = step.read()
         if self._rank == self._boot.engine.output_rank:
             self._answer(output)
+        if self._boot.engine.enable_eplb:
+            for text in cast(BalancingRunner, runner).notices():
+                self._control.send(supervision.Notice(text))
         self._plans.commit()
         self._first_since = perf_counter()
 

@@ -25,6 +25,7 @@ from ..kernels.cpu.openmp import Kernel
 from ..kernels.cpu.rope import rope_and_cache
 from . import pipeline, rope
 from .attention import AttentionBackend, Geometry, choose_backend
+from .expert_routes import Routes
 from .experts import ExpertBuffers, Mixture, expert_kernels
 from .input_batch import InputBatch, Step
 from .layers import Embedding, Layout, Linear
@@ -46,8 +47,15 @@ class _Layer:
     """
 
     def __init__(
-        self, c: LlamaConfig, layout: Layout, source: WeightSource, prefix: str, is_sparse: bool
+        self,
+        c: LlamaConfig,
+        layout: Layout,
+        source: WeightSource,
+        prefix: str,
+        routes: Routes | None,
     ) -> None:
+        """routes: of its experts, if it has some."""
+
         def linear(names: dict[str, int], inputs: int, bias: bool) -> Linear:
             parts = [
                 source.take(f"{prefix}{n}.weight", (size, inputs)) for n, size in names.items()
@@ -85,8 +93,8 @@ class _Layer:
             norm(name, c.hidden_size) if name else None for name in names[1:]
         )
         self.mixture: Mixture | None = None
-        if is_sparse:
-            self.mixture = Mixture(c, layout, source, prefix)
+        if routes is not None:
+            self.mixture = Mixture(c, layout, source, prefix, routes)
             return
         self.gate_up = linear(
             {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size},
@@ -127,16 +135,18 @@ class CpuDecoder:
         by_expert: bool = False,
         stage: Stage | None = None,
         replicas: Replicas | None = None,
+        redundant: int = 0,
     ) -> None:
-        """config, source: of the whole model; a rank of `group` has its part of it (by_expert:
-        sharding.py), and a stage its layers. replicas: those that have the other experts. Raises
-        ConfigError where it can't be split so.
+        """config, source: of the whole model; a rank of `group` has its part of it (by_expert,
+        redundant: sharding.py), and a stage its layers. replicas: those that have the other
+        experts. Raises ConfigError where it can't be split so.
         """
         self._group, self._stage = group or Alone(), stage or Stage()
         self._vocab_size = config.vocab_size
         self._replicas = replicas
         dealt = (replicas.rank, replicas.size) if replicas is not None else None
-        sharding = Sharding(config, self._group.rank, self._group.size, by_expert, dealt)
+        own = self._group
+        sharding = Sharding(config, own.rank, own.size, by_expert, dealt, redundant)
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
         self._numbers = self._stage.layers(c.num_layers)
@@ -156,7 +166,10 @@ class CpuDecoder:
         for done, i in enumerate(self._numbers):
             progress(done, len(self._numbers))
             prefix = f"model.layers.{i}."
-            self._layers.append(_Layer(c, self._layout, source, prefix, c.is_sparse(i)))
+            routes = None
+            if c.experts is not None and c.is_sparse(i):
+                routes = Routes(c.experts.num, sharding.placement, sharding.place)
+            self._layers.append(_Layer(c, self._layout, source, prefix, routes))
         source.finish(self._is_of_others)
         progress(len(self._numbers), len(self._numbers))
 
@@ -205,6 +218,11 @@ class CpuDecoder:
         ends = [end for end in (self._embedding, self._head) if end is not None]
         return sum(weights.num_bytes for weights in (*ends, *self._layers))
 
+    def mixtures(self) -> dict[int, Mixture]:
+        """By the number of their layer."""
+        layers = zip(self._numbers, self._layers, strict=True)
+        return {i: layer.mixture for i, layer in layers if layer.mixture is not None}
+
     def describe(self) -> dict[str, str]:
         return {"linear": self._layout.describe(), "attention": self._backend.name}
 
@@ -222,7 +240,7 @@ class CpuDecoder:
         self._update_TH = torch.zeros(tokens, pad(c.hidden_size))
         self._wide_TN = torch.zeros(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
         if c.experts is not None:
-            self._experts = ExpertBuffers(
+            self.experts = ExpertBuffers(
                 self._layout, c.experts, c.hidden_size, tokens, self._replicas
             )
         self._gathered_SV: torch.Tensor | None = None
@@ -315,7 +333,7 @@ class CpuDecoder:
         activation = ACTIVATIONS[c.activation]
         summed = self._group.sum(rows, update_TH)
         if layer.mixture is not None:
-            mixture, experts = layer.mixture, self._experts
+            mixture, experts = layer.mixture, self.experts
             if self._replicas is not None:
                 own_TH = self._replicas.own_rows(experts.all_y_PNH)
                 return mixture.bind_for_all(x_TH, experts, activation), own_TH

@@ -15,15 +15,18 @@ from ..kernels.cpu.compiled import cache_folder
 from ..kernels.cpu.openmp import Tape
 from ..mq import codec
 from ..mq.config import EngineConfig, ModelSpec
-from ..mq.messages import NewSequence, StepOutput, StepPlan, TokenLogprobs, WorkerReady
+from ..mq.messages import ExpertLoads, NewSequence, StepOutput, StepPlan, TokenLogprobs, WorkerReady
 from ..mq.sampling_params import SamplingParams
 from . import kv_memory
 from .cpu_decoder import CpuDecoder
+from .expert_balancer import ExpertBalancer
+from .expert_reports import ExpertReports
 from .input_batch import InputBatch, Step
 from .layers import widens
 from .lockstep import Replicas
 from .logits_processor import load_processors
 from .models import find_model
+from .parallel import HostGroup
 from .pipeline import Place, Stage, join
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
@@ -55,6 +58,8 @@ class CpuModelRunner:
         self._config, self._spec, self._rank = config, spec, rank
         self._group_fd, self._engine = group_fd, engine
         self._replicas: Replicas | None = None
+        self._balancer: ExpertBalancer | None = None
+        self._reports: ExpertReports | None = None
         self._details: dict[str, str | int | float] = {}
 
     @torch.inference_mode()
@@ -84,6 +89,7 @@ class CpuModelRunner:
             config.enable_expert_parallel,
             place.stage,
             self._replicas,
+            config.eplb_config.num_redundant_experts,
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
@@ -113,6 +119,7 @@ class CpuModelRunner:
             )
         self._prompt_logprobs = PromptLogprobsReader(self._batch, self._model.logits)
         self._warm_up()
+        self._watch_experts()
         self._details = {
             "device": "cpu",
             "dtype": str(dtype).removeprefix("torch."),
@@ -153,15 +160,21 @@ class CpuModelRunner:
             self._prompt_logprobs.enter(new)
         if plan.copy_to:
             self._attention.copy_blocks(codec.ints(plan.copy_from), codec.ints(plan.copy_to))
-        any_work = False
+        any_work, any_tokens = False, bool(plan.rows)
         if self._replicas is not None:
             num_tokens = int(codec.ints(plan.num_tokens).sum())
-            any_work = self._replicas.meet(plan.wave, num_tokens).any_work
+            any_work, tokens = self._replicas.meet(plan.wave, num_tokens)
+            any_tokens = bool(tokens.any())
+        if self._balancer is not None and any_tokens:
+            self._balancer.before_step()
         if not plan.rows:
             if self._replicas is not None:
                 self._model.idle()
             seconds = time.perf_counter() - start
-            return StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work)
+            experts = self._report(any_tokens, at_once=True)
+            return StepOutput(
+                plan.step, b"", b"", None, seconds, any_work=any_work, experts=experts
+            )
         step = self._batch.prepare(codec.ints(plan.rows), codec.ints(plan.num_tokens))
         logits = self._model.forward(step)
         start += self._place.stage.waited
@@ -177,7 +190,36 @@ class CpuModelRunner:
             time.perf_counter() - start,
             self._prompt_logprobs.read(step),
             any_work=any_work,
+            experts=self._report(any_tokens),
         )
+
+    def notices(self) -> list[str]:
+        return self._reports.notices() if self._reports is not None else []
+
+    def _watch_experts(self) -> None:
+        """From here on, as warming up was no load. Of replicas that step together all ranks count
+        all tokens, so the first of them speaks for all.
+        """
+        config, group = self._config, self._place.group
+        mixtures = self._model.mixtures()
+        if not mixtures:
+            return
+        for mixture in mixtures.values():
+            mixture.routes.loads_E[:] = 0
+        if config.enable_eplb:
+            group = group if self._replicas is None else self._replicas.all
+            assert isinstance(group, HostGroup)
+            turn = self._model.experts.turn
+            self._balancer = ExpertBalancer(config.eplb_config, group, [*mixtures.values()], turn)
+        if self._samples and (self._replicas is None or not self._engine):
+            self._reports = ExpertReports(mixtures, self._balancer, config.eplb_config)
+
+    def _report(self, any_tokens: bool, at_once: bool = False) -> ExpertLoads | None:
+        if self._reports is None:
+            return None
+        if any_tokens:
+            self._reports.count_step()
+        return self._reports.read(time.perf_counter(), at_once)
 
     def _sample(
         self, logits: torch.Tensor | None, step: Step

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..kernels.cpu import experts as kernels
 from ..kernels.cpu import linear
 from ..kernels.cpu.openmp import Kernel
+from .expert_routes import Routes
 from .layers import Layout
 from .lockstep import Replicas
 from .models.llama import Experts, LlamaConfig
@@ -36,7 +37,8 @@ def expert_kernels(layout: Layout) -> list[Kernel]:
 class ExpertBuffers:
     """What the mixtures of a model share, for steps of `tokens`.
 
-    used: the number of slots of the step, int64 [1].
+    used: the number of slots of the step, int64 [1]. turn: which replica of an expert comes first
+    in the step, int64 [1].
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class ExpertBuffers:
         self.slots_TC = torch.zeros(tokens, experts.chosen, dtype=torch.int32)
         self.tokens_S = torch.zeros(slots, dtype=torch.int32)
         self.offsets = np.zeros(experts.held + 1, np.int64)
-        self.used = np.zeros(1, np.int64)
+        self.used, self.turn = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self.seen = np.zeros(experts.num, np.int64)
         self.x_SH = torch.zeros(slots, pad(hidden_size), dtype=dtype)
         self.gate_up_SN = torch.zeros(slots, pad(2 * experts.inner_size))
         self.inner_SI = torch.zeros(slots, pad(experts.inner_size), dtype=dtype)
@@ -145,8 +148,11 @@ def _with_rows(rows: np.ndarray, operation: Operation) -> Operation:
 class Mixture:
     """The experts of one layer, and their router."""
 
-    def __init__(self, c: LlamaConfig, layout: Layout, source: WeightSource, layer: str) -> None:
+    def __init__(
+        self, c: LlamaConfig, layout: Layout, source: WeightSource, layer: str, routes: Routes
+    ) -> None:
         assert c.experts is not None
+        self.routes = routes
         layout.check_experts()
         self._c, self._layout, self._experts = c, layout, c.experts
         name = f"{layer}{c.experts.block}gate.weight"
@@ -156,6 +162,11 @@ class Mixture:
         for i, (gate, up, down) in enumerate(take_experts(source, c.experts, c.hidden_size, layer)):
             self._gate_up.put(i, torch.cat([gate, up]))
             self._down.put(i, down)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Of the experts, by slot."""
+        return [self._gate_up.weight, self._down.weight]
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +198,7 @@ class Mixture:
         out_TH: torch.Tensor,
     ) -> list[Operation]:
         """x [T, padded hidden] -> out float32 [T, padded hidden]."""
-        e, dtype, b = self._experts, self._layout.dtype, buffers
+        e, dtype, b, routes = self._experts, self._layout.dtype, buffers, self.routes
         return [
             *self._router.bind(rows, x_TH, b.logits_TE),
             kernels.route_kernel.bind(
@@ -210,8 +221,14 @@ class Mixture:
                 tokens=b.tokens_S,
                 offsets=b.offsets,
                 used=b.used,
+                turn=b.turn,
+                counts=routes.counts_E,
+                places=routes.places_ER,
+                seen=b.seen,
+                load=routes.loads_E,
                 chosen=e.chosen,
-                first=e.first,
+                num=e.num,
+                most=routes.places_ER.shape[1],
                 held=e.held,
             ),
             kernels.gather_kernel.bind(

@@ -147,7 +147,14 @@ class HostGroup:
     def broadcast(self, values: np.ndarray) -> None:
         assert values.dtype == np.int32
         words = torch.from_numpy(values.view(np.float32))[None]
-        self._exchange(exchange.FIRST, np.ones(1, np.int64), words, words.shape[1], words)()
+        self.hand_over(0, words, words)
+
+    def hand_over(self, root: int, x_TW: torch.Tensor, out_TW: torch.Tensor | None) -> None:
+        """Rank `root`'s x, of four bytes each, in the out of each rank that wants it. Others' x say
+        how large it is.
+        """
+        rows = np.array([len(x_TW)], np.int64)
+        self._exchange(exchange.FROM_ONE, rows, x_TW, x_TW.shape[1], out_TW, root)()
         self.check()
 
     def barrier(self) -> None:
@@ -174,6 +181,7 @@ class HostGroup:
         x: torch.Tensor,
         width: int,
         out: torch.Tensor | None,
+        root: int = 0,
     ) -> Launch:
         assert x.stride(1) == 1
         assert out is None or out.is_contiguous()
@@ -183,6 +191,7 @@ class HostGroup:
             memory=self._memory,
             ranks=self.size,
             rank=self.rank,
+            root=root,
             lanes=self._lanes,
             mode=mode,
             width=width,

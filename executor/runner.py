@@ -113,6 +113,13 @@ class RankRunner(ModelRunner, Protocol):
         """After the last step: other ranks that wait for this one get a PeerDeadError."""
 
 
+class BalancingRunner(RankRunner, Protocol):
+    """One that has config.enable_eplb (mq/devices.py)."""
+
+    def notices(self) -> list[str]:
+        """What people should know, since the last call."""
+
+
 def make_runner(
     config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1, engine: int = 0
 ) -> ModelRunner:

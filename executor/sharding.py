@@ -6,7 +6,8 @@
     gate, up              by outputs
     down                  by inputs: the ranks' results are parts of a sum
     an expert's           alike, by its own inner size; or, with enable_expert_parallel, an expert
-                          is whole on one of the ranks: what the others add to the sum is zeros
+                          is whole on one of the ranks: what the others add to the sum is zeros.
+                          With redundant experts the first ones are on two
     embedding, head       by tokens of the vocabulary, rounded up: the last ranks' parts end in
                           zeros. A rank embeds the tokens that it has and makes zeros of the others,
                           so embeddings are summed, too; and tied weights stay one table
@@ -26,11 +27,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ..mq.board import MAX_READERS
 from ..mq.errors import ConfigError
+from . import expert_placement
 from .models.llama import Experts, LlamaConfig
 from .weights import WeightSource
 
@@ -73,7 +76,8 @@ class Sharding:
     """The part of `rank` among `size`. Raises ConfigError where the model can't be split so.
 
     local: what the rank declares. parts: of each dimension that is split, by its name in SPLITS.
-    by_expert: experts are dealt to the ranks instead of split.
+    by_expert: experts are dealt to the ranks instead of split. placement, place: of the experts
+    (expert_placement.py), and which of its ranks this one is.
     """
 
     def __init__(
@@ -83,10 +87,13 @@ class Sharding:
         size: int,
         by_expert: bool = False,
         dealt: tuple[int, int] | None = None,
+        redundant: int = 0,
     ) -> None:
-        """dealt: rank and size among those that experts are dealt to, if these are more."""
+        """dealt: rank and size among those that experts are dealt to, if these are more. redundant:
+        how many more there are to deal.
+        """
         self._dealt = dealt or (rank, size)
-        _check(config, size, by_expert, self._dealt[1])
+        _check(config, size, by_expert, self._dealt[1], redundant)
         self.rank, self.size = rank, size
         heads = config.heads // size
         kv_heads = max(1, config.kv_heads // size)
@@ -102,16 +109,19 @@ class Sharding:
             "intermediate_size": _part(config.intermediate_size, rank * inner, inner),
             "vocab_size": _part(config.vocab_size, rank * tokens, tokens),
         }
-        self.held: range | None = None  # the experts that are whole on this rank
+        self.held: list[int] | None = None  # the experts that are whole on this rank
+        self.placement, self.place = np.zeros((1, 0), np.int32), 0
         if config.experts is not None:
-            self.local.experts = self._share(config.experts, by_expert)
+            self.local.experts = self._share(config.experts, by_expert, redundant)
 
-    def _share(self, experts: Experts, by_expert: bool) -> Experts:
+    def _share(self, experts: Experts, by_expert: bool, redundant: int) -> Experts:
         if by_expert:
-            rank, size = self._dealt
-            held = experts.num // size
-            self.held = range(rank * held, (rank + 1) * held)
-            return dataclasses.replace(experts, first=self.held.start, held=held)
+            self.place, size = self._dealt
+            held = (experts.num + redundant) // size
+            self.placement = expert_placement.initial(experts.num, size, held)
+            self.held = self.placement[self.place].tolist()
+            return dataclasses.replace(experts, first=self.place * held % experts.num, held=held)
+        self.placement = expert_placement.initial(experts.num, 1, experts.num)
         inner = experts.inner_size // self.size
         self.parts["expert_size"] = _part(experts.inner_size, self.rank * inner, inner)
         return dataclasses.replace(experts, inner_size=inner)
@@ -173,25 +183,26 @@ def _part(whole: int, first: int, count: int, unit: int = 1) -> Part:
     return Part(whole * unit, start * unit, stop * unit, count * unit)
 
 
-def _inner(config: LlamaConfig, by_expert: bool) -> dict[str, int]:
+def _inner(config: LlamaConfig, by_expert: bool, redundant: int) -> dict[str, int]:
     """What of the feed-forward layers must be split evenly, in words."""
     experts, sizes = config.experts, {}
     if experts is None or not all(experts.sparse):
         sizes[f"a feed-forward size of {config.intermediate_size}"] = config.intermediate_size
     if experts is not None and by_expert:
-        sizes[f"{experts.num} experts"] = experts.num
+        more = f" and {redundant} redundant ones" if redundant else ""
+        sizes[f"{experts.num} experts{more}"] = experts.num + redundant
     elif experts is not None:
         sizes[f"experts of size {experts.inner_size}"] = experts.inner_size
     return sizes
 
 
-def _divides(config: LlamaConfig, size: int, by_expert: bool) -> bool:
+def _divides(config: LlamaConfig, size: int, by_expert: bool, redundant: int) -> bool:
     few, many = sorted((config.kv_heads, size))
-    inner = _inner(config, by_expert).values()
+    inner = _inner(config, by_expert, redundant).values()
     return not (config.heads % size or many % few or any(number % size for number in inner))
 
 
-def _check(config: LlamaConfig, size: int, by_expert: bool, dealt: int) -> None:
+def _check(config: LlamaConfig, size: int, by_expert: bool, dealt: int, redundant: int) -> None:
     if by_expert and config.experts is None:
         raise ConfigError(
             "enable_expert_parallel = True: this model is dense, it has no experts; leave it False"
@@ -201,20 +212,33 @@ def _check(config: LlamaConfig, size: int, by_expert: bool, dealt: int) -> None:
             "enable_expert_parallel = True: deals experts to ranks, and tensor_parallel_size is 1; "
             "with experts dealt it takes 2 or more, or data_parallel_size does"
         )
-    if dealt > size and config.experts is not None and config.experts.num % dealt:
+    if redundant and config.experts is not None:
+        _check_redundant(config.experts.num, dealt, redundant)
+    if dealt > size and config.experts is not None and config.experts.num % dealt and not redundant:
         raise ConfigError(
             f"enable_expert_parallel = True: {config.experts.num} experts can't be dealt evenly to "
             f"the {dealt} ranks of tensor_parallel_size x data_parallel_size"
         )
-    if _divides(config, size, by_expert):
+    if _divides(config, size, by_expert, redundant):
         return
-    sizes = [str(n) for n in range(1, MAX_READERS + 1) if _divides(config, n, by_expert)]
+    ranks = range(1, MAX_READERS + 1)
+    sizes = [str(n) for n in ranks if _divides(config, n, by_expert, redundant)]
     *others, last = [
         f"{config.heads} heads",
         f"{config.kv_heads} KV heads",
-        *_inner(config, by_expert),
+        *_inner(config, by_expert, redundant),
     ]
     raise ConfigError(
         f"tensor_parallel_size = {size}: {', '.join(others)} and {last} can't be split so; this "
         f"model takes {', '.join(sizes)}"
     )
+
+
+def _check_redundant(experts: int, dealt: int, redundant: int) -> None:
+    """A rank has each expert once at most, so every rank has all of them at most."""
+    least, most = -experts % dealt, experts * (dealt - 1)
+    if (experts + redundant) % dealt or redundant > most:
+        raise ConfigError(
+            f"eplb_config.num_redundant_experts = {redundant}: with {experts} experts and {dealt} "
+            f"ranks it must be {least} or some times {dealt} more, up to {most}"
+        )

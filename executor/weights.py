@@ -49,7 +49,8 @@ class WeightSource(Protocol):
 def take_experts(
     source: WeightSource, experts: Experts, hidden_size: int, layer: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Gate and up [inner, hidden] and down [hidden, inner] of each expert that is held, in order.
+    """Gate and up [inner, hidden] and down [hidden, inner] of each expert that is held, in the
+    order of their numbers.
 
     layer: what the names of the layer's tensors begin with. Others' tensors are taken, too, so that
     files are checked whole; of these a source for ranks gives nothing.
@@ -61,7 +62,7 @@ def take_experts(
             source.take(f"{prefix}{name}.weight", shape)
             for name, shape in zip(experts.names, (wide, wide, narrow), strict=True)
         )
-        if 0 <= number - experts.first < experts.held:
+        if (number - experts.first) % experts.num < experts.held:
             yield gate, up, down
 
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from .devices import BY_DEVICE, DEVICE_DEFAULTS, check_device_options, find_device
+from .eplb_config import EplbConfig
 from .errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -106,6 +107,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "of data_parallel_size, which then step together (on cuda, one of the two is 1)"
         ),
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        Meta(
+            description="balance the load of experts (EPLB): place them anew now and then, by how "
+            "many tokens each has had. With enable_expert_parallel, device cpu alone"
+        ),
+    ] = False
+    eplb_config: Annotated[
+        EplbConfig,
+        Meta(
+            description="of enable_eplb, as JSON: any of window_size, step_interval, "
+            "num_redundant_experts, log_balancedness, log_balancedness_interval"
+        ),
+    ] = EplbConfig()
     data_parallel_size: Annotated[
         int,
         Meta(
@@ -299,6 +314,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         self._settle_device()
         self._check_workers()
+        self._check_eplb()
         self._check_partial_prefills()
         self._check_tokenizer()
         self._check_routing()
@@ -326,6 +342,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(
                     f"{other} = {getattr(self, other)!r}: of no use with skip_tokenizer_init"
                 )
+
+    def _check_eplb(self) -> None:
+        if not self.enable_eplb:
+            if self.eplb_config != EplbConfig():
+                raise ValueError(f"eplb_config = {self.eplb_config}: needs enable_eplb")
+        elif not self.enable_expert_parallel:
+            raise ValueError(
+                "enable_eplb = True: needs enable_expert_parallel, which deals whole experts to "
+                "ranks; without it there is nothing to balance"
+            )
+        elif self.deterministic:
+            raise ValueError(
+                "enable_eplb = True: with deterministic it must be False: a token's sum is made in "
+                "the order of the ranks that have its experts, which changes"
+            )
+        elif self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size = {self.pipeline_parallel_size}: with enable_eplb it must "
+                "be 1"
+            )
 
     def _check_workers(self) -> None:
         if self.lockstep and self.pipeline_parallel_size > 1:
@@ -417,5 +453,8 @@ def build(kind: type[T], options: dict[str, Any]) -> T:
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`").split("[")[0]
-        shown = f"{name} = {options.get(name)!r}: " if name else ""
+        value: Any = options
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        shown = f"{name} = {value!r}: " if name else ""
         raise ConfigError(f"{shown}{reason}") from None

@@ -37,6 +37,7 @@ ONLY_ON = {
     "gpu_memory_utilization": "cuda",
     "enforce_eager": "cuda",
     "kv_cache_dtype": "cuda",
+    "enable_eplb": "cpu",
 }
 
 DEV = Path("/dev")

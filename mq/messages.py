@@ -41,6 +41,7 @@ from .prompt import Prompt as Prompt
 from .prompt import TextPrompt as TextPrompt
 from .prompt import TokensPrompt as TokensPrompt
 from .sampling_params import SamplingParams
+from .steps import ExpertLoads as ExpertLoads
 from .steps import FullAttentionSpec as FullAttentionSpec
 from .steps import KVSpec as KVSpec
 from .steps import NewSequence as NewSequence

@@ -126,12 +126,32 @@ class PromptLogprobs(Message):
     logprobs: TokenLogprobs
 
 
+class ExpertLoads(Message):
+    """How many tokens each expert of a mixture has had since the worker started, as the router
+    chose them; in replicas that step together, of all of them.
+
+    layers: the numbers of the L layers that have E experts. balancedness: how even the ranks' loads
+    were since the last message: (mean / most) of a layer, averaged over the layers; None without
+    ranks that experts are dealt to, or tokens. rounds: of the load balancer, that are done; moved:
+    experts that it has brought to a rank; seconds: spent on it, most_seconds of them in one step.
+    """
+
+    layers: list[int]
+    tokens: bytes  # i64[L, E]
+    balancedness: float | None = None
+    rounds: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    most_seconds: float = 0.0
+
+
 class StepOutput(Message, tag="output"):
     """What a step sampled: token_ids[i] is the new token of rows[i].
 
     Rows that were not sampled are not in it. prompt_logprobs: of the prompts' chunks that this step
     computed, for the requests that want them. pooled: of a pooling model, which samples no tokens,
     the vector of each of rows. any_work: whether any of the replicas that step together had work.
+    experts: of a mixture, now and then.
     """
 
     step: int
@@ -142,6 +162,7 @@ class StepOutput(Message, tag="output"):
     prompt_logprobs: list[PromptLogprobs] = []
     pooled: bytes = b""  # f32[S, dimension]
     any_work: bool = False
+    experts: ExpertLoads | None = None
 
 
 WorkerToScheduler = WorkerReady | StepOutput

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import bench_balance
 import bench_decode
+import bench_eplb
 import bench_faults
 import bench_front
 import bench_mq
@@ -186,6 +187,7 @@ BENCHMARKS = {
     "scheduler": (bench_scheduler.run, bench_scheduler.add_arguments),
     "perplexity": (bench_perplexity.run, bench_perplexity.add_arguments),
     "balance": (bench_balance.run, bench_balance.add_arguments),
+    "eplb": (bench_eplb.run, bench_eplb.add_arguments),
     "prefix": (bench_prefix.run, bench_prefix.add_arguments),
     "decode": (bench_decode.run, bench_decode.add_arguments),
     "offline": (bench_offline.run, bench_offline.add_arguments),

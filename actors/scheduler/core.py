@@ -43,6 +43,7 @@ from ...mq.config import EngineConfig, ModelSpec
 from ...mq.kv_groups import longest_chunk
 from ..core import PeerAdded, PeerLost, Send
 from .client_deaths import ClientDeaths
+from .expert_loads import ExpertTotals
 from .kv_cache import KVCache
 from .load import LoadReports
 from .outbox import Outbox
@@ -100,6 +101,7 @@ class SchedulerCore:
         self._step_seconds = 0.0
         self._ttft_seconds = 0.0
         self._num_first_tokens = 0
+        self._experts = ExpertTotals()
         self._now = 0.0
         self._source = ""  # of the message that is handled
         self._outbox = Outbox(num_detokenizers)
@@ -165,7 +167,7 @@ class SchedulerCore:
         or cut off by a stop string; ttft_seconds is from the arrival of requests to the first token
         of their choices, of which there were first_tokens; step_seconds is what the workers spent
         on steps; waves and dummy_steps are of replicas that step together; the rest is in
-        step_sizes.py.
+        step_sizes.py and expert_loads.py.
         """
         planner, pool = self.planner, self.kv.pool
         running = len(planner.running)
@@ -190,6 +192,7 @@ class SchedulerCore:
             "ttft_seconds": self._ttft_seconds,
             "first_tokens": self._num_first_tokens,
             **planner.step_sizes.statistics(),
+            **self._experts.statistics(),
             **(self._waves.statistics() if self._waves is not None else {}),
         }
 
@@ -419,6 +422,8 @@ class SchedulerCore:
         if self._waves is not None:
             self._waves.hear(output.any_work)
         self._step_seconds += output.seconds
+        if output.experts is not None:
+            self._experts.take(output.experts)
         self._outbox.pings += step.pings
         kv = self.kv
         for sequence, num_computed in step.chunks:

@@ -45,7 +45,8 @@ class Experts:
     """The mixture of experts that some layers have instead of a feed-forward layer: a router gives
     each token to `chosen` of `num` experts, whose results are added up by its weights.
 
-    inner_size: of one expert. first, held: those that are here, all but on a rank of several.
+    inner_size: of one expert. first, held: those that are here, all but on a rank of several; after
+    the last one comes the first one again.
     renormalize: the weights of the chosen ones add up to one; otherwise each is its share among
     all. sparse: for each layer, whether it has experts. names: of the block in its layer, and of an
     expert's gate, up and down.

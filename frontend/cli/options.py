@@ -123,8 +123,17 @@ def _value(kind: inspect.Type) -> dict[str, Any]:
         return {"choices": kind.values}
     if isinstance(kind, inspect.ListType):
         return {**_value(_plain_type(kind.item_type)), "nargs": "+", "action": "extend"}
+    if isinstance(kind, inspect.StructType):
+        return {"type": _json_object, "metavar": "JSON"}
     convert, metavar = _SCALARS[type(kind)]
     return {"type": convert, "metavar": metavar}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: {error}") from None
 
 
 def _plain_type(kind: inspect.Type) -> inspect.Type:
@@ -143,6 +152,8 @@ def _help(field: inspect.Field) -> str:
     default = explain_default(field.name) or field.default
     if default not in (msgspec.NODEFAULT, None):
         default = str(default).lower() if isinstance(default, bool) else default
+        if isinstance(default, msgspec.Struct):
+            default = msgspec.json.encode(default).decode()
         text += f" (default: {default})"
     return text.replace("%", "%%")
 

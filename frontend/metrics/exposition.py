@@ -38,7 +38,17 @@ COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found there."),
 }
-"""Name here: the scheduler's statistic, and the line of help."""
+EXPERTS = {
+    "expert_balancedness": (GaugeMetricFamily, "Mean load of the ranks by the most, 0 to 1."),
+    "expert_skew": (GaugeMetricFamily, "Most tokens of an expert by the mean, of all layers."),
+    "expert_tokens": (CounterMetricFamily, "Tokens, once for each expert that they went to."),
+    "eplb_rounds": (CounterMetricFamily, "How often experts were placed anew."),
+    "eplb_moved_experts": (CounterMetricFamily, "Experts that came to a rank by that."),
+    "eplb_seconds": (CounterMetricFamily, "Time that steps have waited for that."),
+}
+"""Name here: the scheduler's statistic, and the line of help. EXPERTS, whose statistics have these
+names, are exported of mixtures alone.
+"""
 
 
 def render(status: Status, records: Records, model: str, accept: str | None) -> tuple[bytes, str]:
@@ -68,6 +78,9 @@ class _Scrape(Collector):
         yield self._of_engines(GaugeMetricFamily, "kv_cache_usage_perc", words, usage)
         for name, (statistic, words) in COUNTERS.items():
             yield self._of_engines(CounterMetricFamily, name, words, engine.of(statistic))
+        for name, (kind, words) in EXPERTS.items():
+            if values := engine.of(name):
+                yield self._of_engines(kind, name, words, values)
         sizes = HistogramMetricFamily(
             PREFIX + "iteration_tokens_total", "Tokens computed in a step.", labels=ENGINE_LABELS
         )

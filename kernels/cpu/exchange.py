@@ -1,5 +1,5 @@
 """What processes of one host tell each other within a step, through memory that they share: sums of
-their rows, their rows side by side, the first one's rows.
+their rows, their rows side by side, one rank's rows.
 
 A launch does the same on every rank: it writes the rank's rows into a slot, a piece at a time,
 raises the rank's count, waits until the counts of all have come as far, and reads the slots. All
@@ -34,7 +34,7 @@ from .scalars import pointer, read, take
 LANES = 8
 LINE = 64
 SLOT_WORDS = 8192  # of four bytes
-SUM, SIDE_BY_SIDE, FIRST = 0, 1, 2
+SUM, SIDE_BY_SIDE, FROM_ONE = 0, 1, 2
 LEFT, TOO_LATE = 1, 2  # what `status` becomes
 
 NAP_MICROSECONDS = 50
@@ -50,11 +50,11 @@ def memory_bytes(ranks: int) -> int:
     return LINE * (1 + ranks + LANES * ranks) + LANES * 2 * ranks * _SLOT_BYTES
 
 
-def exchange(parts: list[torch.Tensor], mode: int) -> torch.Tensor:
+def exchange(parts: list[torch.Tensor], mode: int, root: int = 0) -> torch.Tensor:
     """Reference: what every rank has afterwards, of all ranks' rows."""
     if mode == SUM:
         return torch.stack(parts).sum(0)
-    return torch.cat(parts, 1) if mode == SIDE_BY_SIDE else parts[0]
+    return torch.cat(parts, 1) if mode == SIDE_BY_SIDE else parts[root]
 
 
 @njit(error_model="numpy")
@@ -111,7 +111,7 @@ def _exchange(p, chunk, chunks):
             piece = read(counts + a.rank * LINE) + 1
             slot = slots + piece % 2 * a.ranks * _SLOT_BYTES
             x = a.x + 4 * (row * a.x_stride + column)
-            if a.mode != FIRST or a.rank == 0:
+            if a.mode != FROM_ONE or a.rank == a.root:
                 for i in range(height):
                     own = slot + a.rank * _SLOT_BYTES + 4 * i * columns
                     copy(x + 4 * i * a.x_stride, own, columns)
@@ -130,22 +130,25 @@ def _exchange(p, chunk, chunks):
                         for other in range(a.ranks):
                             there = target + 4 * other * a.width
                             copy(part + other * _SLOT_BYTES, there, columns)
-                elif a.mode == SUM or a.rank != 0:
+                elif a.mode == FROM_ONE:
+                    if a.out != 0 and a.rank != a.root:
+                        copy(part + a.root * _SLOT_BYTES, target, columns)
+                else:
                     copy(part, target, columns)
-                    if a.mode == SUM:
-                        for other in range(1, a.ranks):
-                            _add(part + other * _SLOT_BYTES, target, columns)
+                    for other in range(1, a.ranks):
+                        _add(part + other * _SLOT_BYTES, target, columns)
 
 
 def _chunks(arguments: dict[str, Any]) -> Chunks:
     return Chunks(arguments["rows"], 1, LANES)
 
 
-# x [rows, x_stride] and out [rows, out_stride], of four bytes each; out may be x, and for
-# SIDE_BY_SIDE nothing. status int64 [1]: what went wrong, after which no launch does anything.
-# naps: how often to wait for NAP_MICROSECONDS, before it's too late.
+# x [rows, x_stride] and out [rows, out_stride], of four bytes each; out may be x, and but for SUM
+# nothing. root: whose rows FROM_ONE takes; the others' x isn't read. status int64 [1]: what went
+# wrong, after which no launch does anything. naps: how often to wait for NAP_MICROSECONDS, before
+# it's too late.
 exchange_kernel = Kernel(
     _exchange,
-    "rows memory ranks rank lanes mode width x x_stride out out_stride status naps",
+    "rows memory ranks rank root lanes mode width x x_stride out out_stride status naps",
     chunks=_chunks,
 )

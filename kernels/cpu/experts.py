@@ -2,7 +2,8 @@
 and the products between.
 
     route      a token's most likely experts, and their weights
-    dispatch   a slot for each pair of a token and one of its experts, in the order of the experts
+    dispatch   a slot for each pair of a token and one of its experts, in the order of the experts;
+               and how many tokens each expert has had
     gather     the tokens' rows into the slots
     (row_experts or tile_experts, the activation, and the same again)
     combine    the weighted sum of a token's slots, in the order in which its experts were chosen
@@ -10,7 +11,12 @@ and the products between.
 So each expert has its rows in one piece, and its weight is read once. Experts that aren't held here
 (they are another rank's) get no slots. A token's result doesn't depend on the others.
 
-Legend: T tokens, E experts, C chosen of each token, S slots, H hidden size, K inputs, N outputs.
+Of an expert with several replicas, on as many ranks, pair n of a step (from 0 on, in the order of
+tokens) is replica (turn + n) % count. All ranks see all pairs, and have the same `turn`: it goes
+up from step to step, so that of single tokens each replica has its share.
+
+Legend: T tokens, E experts, R replicas at most, C chosen of each token, S slots, H hidden size,
+K inputs, N outputs. What is held are E experts, or replicas of them; its numbers are places.
 """
 
 from __future__ import annotations
@@ -42,18 +48,23 @@ def route(
 
 
 def dispatch(
-    experts_TC: torch.Tensor, first: int, held: int
+    experts_TC: torch.Tensor, counts_E: torch.Tensor, places_ER: torch.Tensor, held: int, turn: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reference. Where the slots of each held expert begin [held + 1], the token of each slot [S],
-    and the slot of each pair [T, C], -1 for none.
+    """Reference. Where the slots of each place begin [held + 1], the token of each slot [S], and
+    the slot of each pair [T, C], -1 for none.
+
+    counts: replicas of each expert. places: where each of them is held, -1 for elsewhere.
     """
-    number_P = experts_TC.flatten().long() - first
-    here_P = (number_P >= 0) & (number_P < held)
-    pairs_S = torch.arange(len(number_P))[here_P]
-    pairs_S = pairs_S[number_P[pairs_S].argsort(stable=True)]
-    counts = torch.bincount(number_P[here_P], minlength=held)
+    place_P = torch.full((experts_TC.numel(),), -1)
+    for e in range(len(counts_E)):
+        pairs = (experts_TC.flatten() == e).nonzero().flatten()
+        replicas = (turn + torch.arange(len(pairs))) % int(counts_E[e])
+        place_P[pairs] = places_ER[e, replicas].long()
+    pairs_S = (place_P >= 0).nonzero().flatten()
+    pairs_S = pairs_S[place_P[pairs_S].argsort(stable=True)]
+    counts = torch.bincount(place_P[pairs_S], minlength=held)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-    slots_P = torch.full_like(number_P, -1)
+    slots_P = torch.full_like(place_P, -1)
     slots_P[pairs_S] = torch.arange(len(pairs_S))
     return offsets, (pairs_S // experts_TC.shape[1]).int(), slots_P.view_as(experts_TC).int()
 
@@ -140,38 +151,53 @@ pad_kernel = Kernel(_pad, "rows experts tokens replicas chosen")
 def _dispatch(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, _I64), (1,))[0]
+    turn = carray(pointer(a.turn, _I64), (1,))[0]
     pairs = rows * a.chosen
     experts = carray(pointer(a.experts, _I32), (pairs,))
     slots = carray(pointer(a.slots, _I32), (pairs,))
     tokens = carray(pointer(a.tokens, _I32), (pairs,))
     offsets = carray(pointer(a.offsets, _I64), (a.held + 1,))
+    counts = carray(pointer(a.counts, _I32), (a.num,))
+    places = carray(pointer(a.places, _I32), (a.num, a.most))
+    seen = carray(pointer(a.seen, _I64), (a.num,))
+    load = carray(pointer(a.load, _I64), (a.num,))
     offsets[:] = 0
+    seen[:] = 0
     for pair in range(pairs):
-        e = experts[pair] - a.first
-        if 0 <= e < a.held:
-            offsets[e] += 1
+        e, place = experts[pair], np.int32(-1)
+        if e >= 0:
+            replica = np.int64(0)
+            if counts[e] > 1:
+                replica = (turn + seen[e]) % counts[e]
+            seen[e] += 1
+            place = places[e, replica]
+            if place >= 0:
+                offsets[place] += 1
+        slots[pair] = place
+    for e in range(a.num):
+        load[e] += seen[e]
     total = 0
-    for e in range(a.held):
-        total += offsets[e]
-        offsets[e] = total
+    for i in range(a.held):
+        total += offsets[i]
+        offsets[i] = total
     offsets[a.held] = total
-    # Each expert's end goes back to its beginning, as its slots are taken from the last on.
+    # Each place's end goes back to its beginning, as its slots are taken from the last on.
     for i in range(pairs):
         pair = pairs - 1 - i
-        e = experts[pair] - a.first
-        slots[pair] = -1
-        if 0 <= e < a.held:
-            offsets[e] -= 1
-            slots[pair] = offsets[e]
-            tokens[offsets[e]] = pair // a.chosen
+        place = slots[pair]
+        if place >= 0:
+            offsets[place] -= 1
+            slots[pair] = offsets[place]
+            tokens[offsets[place]] = pair // a.chosen
     carray(pointer(a.used, _I64), (1,))[0] = total
 
 
 # experts, slots int32 [T, chosen]; tokens int32 [S]; offsets int64 [held + 1]; used int64 [1], the
-# number of slots.
+# number of slots; turn int64 [1]; counts int32 [num] and places int32 [num, most]; seen int64
+# [num], of the step; load int64 [num], which it adds to.
 dispatch_kernel = Kernel(
     _dispatch,
-    "rows experts slots tokens offsets used chosen first held",
+    "rows experts slots tokens offsets used turn counts places seen load chosen num most held",
     chunks=lambda a: Chunks(1),
 )
 

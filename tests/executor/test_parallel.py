@@ -100,6 +100,24 @@ def test_a_row_is_summed_alike_among_any_others(memory_fd):
     assert all(on_every_rank(4, memory_fd, act))
 
 
+@pytest.mark.parametrize("root", [0, 2])
+def test_one_hands_over_to_those_that_want_it(memory_fd, root):
+    """Rows of more than a piece: to rank 1, not to the third one."""
+
+    def act(group):
+        x = rows_of(group.rank, 0, 3, SLOT_WORDS + 9)
+        out = torch.full_like(x, torch.nan) if group.rank == 1 else None
+        for _ in range(2):
+            group.hand_over(root, x, out)
+        return x, out
+
+    results = on_every_rank(3, memory_fd, act)
+    parts = [rows_of(rank, 0, 3, SLOT_WORDS + 9) for rank in range(3)]
+    assert torch.equal(results[1][1], exchange.exchange(parts, exchange.FROM_ONE, root))
+    for part, (x, _) in zip(parts, results, strict=True):
+        assert torch.equal(x, part)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_gather_and_broadcast(memory_fd, size):
     width = SLOT_WORDS // 2 + 5

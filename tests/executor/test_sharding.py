@@ -134,6 +134,37 @@ def test_experts_are_dealt_whole():
             assert torch.equal(down, whole(HIDDEN, INNER))
 
 
+@pytest.mark.parametrize(("rank", "here"), [(0, [0, 1, 2]), (1, [0, 1, 3])])
+def test_redundant_experts_are_the_first_ones(rank, here):
+    config = find_model("MixtralForCausalLM").check({**SHAPE, **MIXTRAL})
+    sharding, source = Sharding(config, rank, 2, True, redundant=2), Whole()
+    local = sharding.local.experts
+    assert (sharding.place, local.held) == (rank, 3)
+    assert sharding.placement[rank].tolist() == here
+    taken = list(take_experts(sharding.weights(source), local, HIDDEN, "model.layers.0."))
+    assert len(taken) == 3
+    assert all(torch.equal(gate, whole(INNER, HIDDEN)) for gate, _, _ in taken)
+    read = {int(name.split(".")[5]) for name, size in source.read.items() if size}
+    assert sorted(read) == here
+
+
+@pytest.mark.parametrize(
+    ("redundant", "dealt", "words"),
+    [
+        (1, None, "num_redundant_experts = 1: with 4 experts and 2 ranks it must be 0 or some"),
+        (6, None, "= 6: with 4 experts and 2 ranks .* 2 more, up to 4$"),
+        (2, (0, 3), "= 1: with 4 experts and 3 ranks it must be 2 or some times 3 more, up to 8$"),
+    ],
+)
+def test_redundant_experts_that_do_not_fit(redundant, dealt, words):
+    config = find_model("MixtralForCausalLM").check({**SHAPE, **MIXTRAL})
+    if dealt is not None:
+        Sharding(config, 0, 1, True, dealt, redundant)
+        redundant -= 1
+    with pytest.raises(ConfigError, match=words):
+        Sharding(config, 0, 1 if dealt else 2, True, dealt, redundant)
+
+
 def test_every_rank_has_the_router():
     for by_expert in (False, True):
         config = find_model("MixtralForCausalLM").check({**SHAPE, **MIXTRAL})

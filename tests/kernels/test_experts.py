@@ -74,21 +74,69 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist(logits):
     assert weights.isnan().all()
 
 
+def run_dispatch(chosen, counts, places, held, turn, load):
+    """On one rank: what it makes."""
+    rows, width = chosen.shape
+    made = {
+        "slots": torch.full((rows, width), -7, dtype=torch.int32),
+        "tokens": torch.full((rows * width,), -7, dtype=torch.int32),
+        "offsets": np.full(held + 1, -7),
+        "used": count(-7),
+    }
+    num, most = places.shape
+    tables = {"counts": counts, "places": places, "seen": np.full(num, -7), "load": load}
+    sizes = {"chosen": width, "num": num, "most": most, "held": held}
+    arguments = {"rows": count(rows), "experts": chosen, "turn": count(turn)}
+    experts.dispatch_kernel.bind(torch.float32, **arguments, **made, **tables, **sizes)()
+    return made
+
+
+def places_of(num, first, held):
+    """Of a rank that has some experts once."""
+    places = torch.full((num, 1), -1, dtype=torch.int32)
+    places[first : first + held, 0] = torch.arange(held)
+    return torch.ones(num, dtype=torch.int32), places
+
+
+@pytest.mark.parametrize("turn", [0, 5])
+def test_replicas_share_evenly(turn):
+    """Expert 1 is on ranks 0, 1 and 2, expert 2 on 0 and 2. Each pair goes to one of them."""
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(50)]).int()
+    chosen[7] = -1  # a token that isn't there
+    counts = torch.tensor([1, 3, 2, 1], dtype=torch.int32)
+    placement = [[1, 2], [0, 1], [1, 2], [3]]
+    load, slots, used = np.array([100, 0, 0, 0]), [], []
+    for rank, held in enumerate(placement):
+        places = torch.full((4, 4), -1, dtype=torch.int32)
+        for place, e in enumerate(held):
+            places[e, sum(e in before for before in placement[:rank])] = place
+        own = load.copy()
+        made = run_dispatch(chosen, counts, places, len(held), turn, own)
+        offsets, tokens, want = experts.dispatch(chosen, counts, places, len(held), turn)
+        assert made["offsets"].tolist() == offsets.tolist()
+        assert torch.equal(made["tokens"][: len(tokens)], tokens)
+        assert torch.equal(made["slots"], want)
+        slots.append(want)
+        used.append(np.diff(offsets.numpy()).tolist())
+        seen = torch.bincount(chosen[chosen >= 0], minlength=4).numpy()
+        assert (own - load).tolist() == seen.tolist()
+    times = sum((each >= 0).int() for each in slots)
+    assert torch.equal(times, (chosen >= 0).int())
+    parts = [used[0][0], used[1][1], used[2][0]]  # of expert 1
+    assert max(parts) - min(parts) <= 1
+    assert abs(used[0][1] - used[2][1]) <= 1
+    first = next(rank for rank in range(3) if slots[rank][chosen == 1][0] >= 0)
+    assert first == turn % 3
+
+
 @pytest.mark.parametrize(
     ("rows", "num", "first", "held"), [(1, 4, 0, 4), (33, 7, 0, 7), (33, 7, 2, 3), (5, 40, 38, 2)]
 )
 def test_dispatch(rows, num, first, held):
     chosen = torch.stack([torch.randperm(num)[:3] for _ in range(rows)]).int()
-    made = {
-        "slots": torch.full((rows, 3), -7, dtype=torch.int32),
-        "tokens": torch.full((rows * 3,), -7, dtype=torch.int32),
-        "offsets": np.full(held + 1, -7),
-        "used": count(-7),
-    }
-    sizes = {"chosen": 3, "first": first, "held": held}
-    arguments = {"rows": count(rows), "experts": chosen, **made, **sizes}
-    experts.dispatch_kernel.bind(torch.float32, **arguments)()
-    offsets, tokens, slots = experts.dispatch(chosen, first, held)
+    counts, places = places_of(num, first, held)
+    made = run_dispatch(chosen, counts, places, held, 3, np.zeros(num, np.int64))
+    offsets, tokens, slots = experts.dispatch(chosen, counts, places, held, 3)
     assert made["offsets"].tolist() == offsets.tolist()
     assert made["used"][0] == len(tokens)
     assert torch.equal(made["tokens"][: len(tokens)], tokens)

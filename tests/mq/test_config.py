@@ -7,6 +7,7 @@ import pytest
 from msgspec import inspect
 
 from ringcast.mq.config import EngineConfig, build
+from ringcast.mq.eplb_config import EplbConfig
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.server_config import ServerConfig
 
@@ -114,3 +115,34 @@ def test_an_unknown_option_names_itself_and_the_known_ones():
     with pytest.raises(ConfigError, match="unknown option 'tensor_cores'") as caught:
         build(EngineConfig, {"tensor_cores": 1})
     assert "block_size" in str(caught.value)
+
+
+DEALT = {"device": "cpu", "enable_expert_parallel": True, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"device": "cpu", "enable_eplb": True},
+            "enable_eplb = True: needs enable_expert_parallel",
+        ),
+        ({**DEALT, "eplb_config": {"window_size": 5}}, "eplb_config = .*=5.*: needs enable_eplb"),
+        ({**DEALT, "enable_eplb": True, "deterministic": True}, "deterministic it must be False"),
+        ({**DEALT, "enable_eplb": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size = 2"),
+        (
+            {**DEALT, "enable_eplb": True, "eplb_config": {"step_interval": 0}},
+            "^eplb_config.step_interval = 0: Expected `int` >= 1",
+        ),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        build(EngineConfig, options)
+
+
+def test_the_balancers_options_may_be_of_any_kind():
+    by_name = build(EngineConfig, {**DEALT, "enable_eplb": True, "eplb_config": {"window_size": 5}})
+    own = EplbConfig(window_size=5)
+    made = build(EngineConfig, {**DEALT, "enable_eplb": True, "eplb_config": own})
+    assert made == by_name

@@ -149,13 +149,18 @@ OTHER = {
     "enforce_eager": True,
     "kv_cache_dtype": "fp8",
     "enable_expert_parallel": True,
+    "enable_eplb": True,
 }
+# Of these, what they need beside the device.
+NEEDED = {"enable_eplb": {"enable_expert_parallel": True, "tensor_parallel_size": 2}}
 
 
 @pytest.mark.parametrize("option", ONLY_ON)
 @pytest.mark.parametrize("device", DEVICE_DEFAULTS)
 def test_an_option_of_another_device_is_refused(option, device) -> None:
     options = {"device": device, option: OTHER[option]}
+    if ONLY_ON[option] == device:
+        options |= NEEDED.get(option, {})
     if ONLY_ON[option] == device:
         assert getattr(build(EngineConfig, options), option) == OTHER[option]
         return

@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from ringcast.frontend.cli.options import add_options, read_options
 from ringcast.mq.config import DEFAULT_MODEL, EngineConfig
+from ringcast.mq.eplb_config import EplbConfig
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.server_config import ServerConfig
 
@@ -35,6 +36,8 @@ def another(field: inspect.Field) -> Any:
         return "fake"  # what no machine takes by itself
     if field.name == "otlp_traces_endpoint":
         return "http://localhost:4318/v1/traces"
+    if field.name == "eplb_config":
+        return EplbConfig(step_interval=7)
     kind = field.type
     while isinstance(kind, inspect.Metadata | inspect.UnionType):
         kind = kind.type if isinstance(kind, inspect.Metadata) else kind.types[0]
@@ -64,6 +67,8 @@ def every_field() -> Iterator[tuple[type[msgspec.Struct], str, Any]]:
 NEEDED = {
     "block_size": ["--device", "cpu"],
     "data_parallel_routing": ["--data-parallel-size", "2"],
+    "enable_eplb": ["--device", "cpu", "--enable-expert-parallel", "-tp", "2"],
+    "eplb_config": ["--device", "cpu", "--enable-expert-parallel", "-tp", "2", "--enable-eplb"],
     "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "enforce_eager": ["--device", "cuda"],
     "gpu_memory_utilization": ["--device", "cuda"],
@@ -86,6 +91,8 @@ def words_for(name: str, value: Any, space: str) -> list[str]:
     option = "--" + space.join(words)
     if isinstance(value, bool):
         return [option]
+    if isinstance(value, msgspec.Struct):
+        return [option, msgspec.json.encode(value).decode()]
     return [option, *map(str, value)] if isinstance(value, list) else [option, str(value)]
 
 
@@ -99,7 +106,8 @@ def test_every_option_in_every_spelling(
     for space in "-_":
         needed = NEEDED.get(name, [])
         assert getattr(parse(*needed, *words_for(name, value, space))[place], name) == value
-        file.write_text(yaml.safe_dump({name.replace("_", space): value}))
+        in_file = msgspec.to_builtins(value)
+        file.write_text(yaml.safe_dump({name.replace("_", space): in_file}))
         assert getattr(parse(*needed, "--config", str(file))[place], name) == value
 
 
@@ -165,6 +173,32 @@ def test_values_of_another_type(words: list[str], reason: str) -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
+
+
+BALANCED = ["--device", "cpu", "--enable-expert-parallel", "-tp", "2", "--enable-eplb"]
+
+
+def test_a_value_of_several_parts_is_json() -> None:
+    engine, _ = parse(*BALANCED, "--eplb-config", '{"window_size": 5, "log_balancedness": true}')
+    assert engine.eplb_config == EplbConfig(window_size=5, log_balancedness=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "reason"),
+    [
+        ("5", argparse.ArgumentError, "'5' is no JSON object: Expected `object`, got `int`"),
+        ("{", argparse.ArgumentError, "'{' is no JSON object"),
+        ('{"use_async": true}', ConfigError, "unknown field `use_async`"),
+        (
+            '{"window_size": 0}',
+            ConfigError,
+            "eplb_config.window_size = 0: Expected `int` >= 1",
+        ),
+    ],
+)
+def test_parts_that_are_not(value: str, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=re.escape(reason)):
+        parse(*BALANCED, "--eplb-config", value)
 
 
 def test_command_line_beats_file(tmp_path: Path) -> None:

@@ -36,14 +36,28 @@ def test_of_each_and_of_all():
     assert totals.step_sizes("10") is None
 
 
-def test_every_replica_has_its_samples():
-    text, _ = render(STATUS, Recorder(), "m", None)
-    samples = [
+def samples_of(status, name):
+    text, _ = render(status, Recorder(), "m", None)
+    return [
         sample
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
-        if sample.name == "ringcast:num_requests_running"
+        if sample.name == name
     ]
+
+
+def test_experts_are_those_of_mixtures():
+    values = {"scheduler.0.expert_tokens": 90.0, "scheduler.0.expert_balancedness": 0.5}
+    mixture = Status([], [], values)
+    assert samples_of(mixture, "ringcast:expert_tokens_total")[0].value == 90.0
+    (even,) = samples_of(mixture, "ringcast:expert_balancedness")
+    assert (even.labels, even.value) == ({"model_name": "m", "engine": "0"}, 0.5)
+    assert not samples_of(mixture, "ringcast:eplb_rounds_total")
+    assert b"expert" not in render(STATUS, Recorder(), "m", None)[0]
+
+
+def test_every_replica_has_its_samples():
+    samples = samples_of(STATUS, "ringcast:num_requests_running")
     assert [(sample.labels, sample.value) for sample in samples] == [
         ({"model_name": "m", "engine": "2"}, 4.0),
         ({"model_name": "m", "engine": "10"}, 1.0),
