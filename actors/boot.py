@@ -33,8 +33,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
     actor: the instance's name ("tokenizer.0"). target: "module:class" of its shell. counts: how
     many instances of each kind there are. group_fd: an empty anonymous file that the workers
-    started together share; -1 where a worker is the only one. tallies_fd: what the API
-    servers count together. cluster: this host's place, where there are several.
+    started together share, and who mirrors it; -1 where a worker is the only one. tallies_fd: what
+    the API servers count together. cluster: this host's place, where there are several.
     """
 
     actor: str

@@ -1,4 +1,4 @@
-"""Which part of the process graph is on which host, when several share the replicas.
+"""Which part of the process graph is on which host, when several share the replicas, or an engine.
 
 The master has tokenizer, detokenizer, clients and its own replicas, and for each replica r that is
 elsewhere a gateway in the place of scheduler.r. The host of that replica (a *node*) has its
@@ -8,6 +8,13 @@ travels on the same edge on either host, and on the link between the two gateway
     master    tokenizer.0 -> [scheduler.2]                     -> detokenizer.0
                                   |  ^           link of rank 2
     node                     [tokenizer.0 ... ] -> scheduler.2 -> [detokenizer.0 ...]
+
+Where hosts share one engine (nnodes), its workers are dealt to them in order, and gateway.k on the
+master plays those of node k, on node k all whom these talk to:
+
+    master    scheduler.0 -> worker.0, [gateway.1]       [gateway.1] -> scheduler.0
+                                            |  link of node 1  |
+    node 1                             [gateway.1] -> worker.1 -> [gateway.1]
 
 Names and numbers are the whole cluster's on every host. A gateway belongs to its engine's unit.
 """
@@ -21,12 +28,14 @@ from . import topology
 from .topology import ENGINE, Channel
 
 _MASTER_GATEWAY = "ringcast.actors.master_gateway:MasterGateway"
+_RANKS_MASTER = "ringcast.actors.ranks_gateway:RanksMaster"
+_RANKS_NODE = "ringcast.actors.ranks_gateway:RanksNode"
 
 
 class Part(msgspec.Struct, frozen=True):
     """One host's part. units: as topology.units. targets: of actors with another shell than their
-    kind's. remote: units whose work is done elsewhere. clients: who speaks for the outside.
-    gateways: on a node, each scheduler's."""
+    kind's. remote: units whose work is done elsewhere. shared: units of which a part is elsewhere.
+    clients: who speaks for the outside. gateways: on a node, each scheduler's."""
 
     instances: tuple[str, ...]
     units: dict[str, tuple[str, ...]]
@@ -34,6 +43,7 @@ class Part(msgspec.Struct, frozen=True):
     clients: tuple[str, ...]
     targets: dict[str, str] = {}
     remote: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     gateways: dict[str, str] = {}
 
     def target(self, name: str) -> str:
@@ -47,14 +57,63 @@ def part_of(counts: dict[str, int], place: ClusterPlace | None) -> Part:
     channels = topology.channels(counts)
     if place is None:
         return _part(counts, everyone, channels, "client.")
+    if place.spans:
+        return _of_an_engine(counts, place, everyone, channels)
     if place.config.headless:
         return _node(counts, place, everyone, channels)
     return _master(counts, place, everyone, channels)
 
 
+def counts_on(counts: dict[str, int], place: ClusterPlace | None) -> dict[str, int]:
+    """The counts of this host: with its gateways."""
+    if place is None:
+        return counts
+    if place.spans:
+        return {**counts, "gateway": place.config.nnodes}  # numbered like the nodes: 0 is nowhere
+    return node_counts(counts) if place.config.headless else counts
+
+
 def node_counts(counts: dict[str, int]) -> dict[str, int]:
     """The counts of a node: a gateway for each replica."""
     return {**counts, "gateway": counts["scheduler"]}
+
+
+def _of_an_engine(
+    counts: dict[str, int], place: ClusterPlace, everyone: list[str], channels: list[Channel]
+) -> Part:
+    config, workers = place.config, topology.ranks_per_engine(counts)
+    here, gateways = config.node_rank, {f"gateway.{n}" for n in range(1, config.nnodes)}
+    player = {
+        f"worker.{worker}": f"gateway.{node}"
+        for node in range(config.nnodes)
+        for worker in config.workers_of(node, workers)
+        if node != here
+    }
+    if here:
+        own = f"gateway.{here}"
+        inside = {f"worker.{worker}" for worker in config.workers_of(here, workers)}
+        player = {name: own for name in everyone if name not in inside}
+        gateways = {own}
+    present = [
+        name
+        for name in everyone
+        if name in gateways or not (name in player or name.startswith("gateway."))
+    ]
+    kept = []
+    for channel in channels:
+        writer, *readers = (player.get(name, name) for name in (channel.writer, *channel.readers))
+        others = tuple(dict.fromkeys(reader for reader in readers if reader != writer))
+        real = {channel.writer, *channel.readers} & set(present)
+        if others and real:
+            kept.append(Channel(channel.name, writer, others, channel.messages))
+    part = _part(counts, present, kept, "gateway." if here else "client.")
+    units = (f"{ENGINE}.0",)
+    return msgspec.structs.replace(
+        part,
+        targets=dict.fromkeys(gateways, _RANKS_NODE if here else _RANKS_MASTER),
+        remote=units,
+        shared=units,
+    )
 
 
 def _master(

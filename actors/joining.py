@@ -15,15 +15,20 @@ from .. import __version__
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError, JoinAgainError, NoMasterError
 from ..mq.fingerprint import fingerprint
-from ..mq.handshake import ALIKE, PROTOCOL, Hello, Welcome
+from ..mq.handshake import ALIKE, ALIKE_IN_NODES, PROTOCOL, Hello, Welcome
 from ..mq.link import LinkDialer
 
 _PATIENCE_SECONDS = 5.0  # until people are told that there is no answer yet
 _AGAIN_SECONDS = 1.0  # before asking again who has said so
 
 
-def hello_of(engine: EngineConfig, spec: ModelSpec, ranks: range, session: str = "") -> Hello:
-    """What this host says of itself. session: that it has joined; "" to join one."""
+def hello_of(
+    engine: EngineConfig, spec: ModelSpec, ranks: range, session: str = "", nnodes: int = 1
+) -> Hello:
+    """What this host says of itself. session: that it has joined; "" to join one. nnodes: how many
+    hosts share one engine; `ranks` is this one's number then."""
+    alike = ALIKE if nnodes == 1 else ALIKE_IN_NODES
+    options = {name: getattr(engine, name) for name in alike}
     return Hello(
         protocol=PROTOCOL,
         version=__version__,
@@ -35,7 +40,7 @@ def hello_of(engine: EngineConfig, spec: ModelSpec, ranks: range, session: str =
         num_ranks=len(ranks),
         model=spec.name,
         fingerprint=fingerprint(spec),
-        options={name: getattr(engine, name) for name in ALIKE},
+        options=options if nnodes == 1 else {**options, "nnodes": nnodes},
     )
 
 
@@ -55,6 +60,7 @@ async def join(
             told.add(text)
             report(text)
 
+    who = f"{'node' if 'nnodes' in hello.options else 'rank'} {hello.start_rank}"
     nobody = f"no answer from {dialer.target}"
     question = "is the master up, and is the cluster secret (--cluster-secret-file) the same?"
     while (left := deadline - time.monotonic()) > 0:
@@ -72,6 +78,5 @@ async def join(
             continue
         tell(f"{nobody} yet: {question} Trying for {timeout:g} s")
     raise NoMasterError(
-        f"{nobody} for {timeout:g} s (--data-parallel-join-timeout) that lets rank "
-        f"{hello.start_rank} in: {question}"
+        f"{nobody} for {timeout:g} s (--data-parallel-join-timeout) that lets {who} in: {question}"
     )

@@ -45,7 +45,9 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
    while there is another one: it stays down, and the rest goes on.
 8. A remote unit's actor waits for another host (actors/master_gateway.py). At the first start that
    may take --startup-timeout; once the others serve, it may take any time, and however often the
-   other host is lost, its replica isn't given up.
+   other host is lost, its replica isn't given up. Nor is a unit for the loss of its other part,
+   where it is shared by hosts (actors/ranks_gateway.py); of all other deaths it has only so many.
+   A host that has nothing but such a part waits for any time from the start.
 
 How units are added and removed while it is SERVING is elastic.py's.
 """
@@ -92,7 +94,8 @@ class State(enum.Enum):
 class Lifecycle:
     """units: what is restarted together, by name, in starting order. clients: the names of all
     clients. external: those of them that are no children (the process of an `LLM`): the death of
-    one is a stop. remote: units whose work is done on another host.
+    one is a stop. remote: units whose work is done on another host; shared: those of them of which
+    a part is done here.
 
     Times are in seconds. Every event returns what is to be done, in order.
     """
@@ -104,6 +107,7 @@ class Lifecycle:
         *,
         external: Iterable[str] = (),
         remote: Iterable[str] = (),
+        shared: Iterable[str] = (),
         shutdown_timeout: float,
         max_restarts: int,
         startup_timeout: float,
@@ -116,6 +120,7 @@ class Lifecycle:
         self._clients = tuple(clients)
         self._external = tuple(external)
         self._remote = frozenset(remote)
+        self._shared = frozenset(shared)
         self._not_listening = set(self._clients)
         self._not_drained: set[str] = set()
         self._unanswered: dict[str, dict[int, str]] = {}  # actor: {death: the timer for it}
@@ -135,7 +140,10 @@ class Lifecycle:
         """Start everything."""
         for unit in self._units:
             unit.started()
-        return [Start(tuple(self._unit_of)), Timer(self._startup_timeout, "startup")]
+        start = Start(tuple(self._unit_of))
+        if all(unit.name in self._shared for unit in self._units):
+            return [start]
+        return [start, Timer(self._startup_timeout, "startup")]
 
     def ready(self, actor: str, now: float) -> Sequence[Effect]:
         unit = self._unit_of.get(actor)
@@ -205,7 +213,9 @@ class Lifecycle:
         self._num_deaths += 1
         unit.went_down(Death(self._num_deaths, actor, error, traceback, from_outside), now)
         if exit_code:
-            return self._fail(unit, user_error, exit_code)
+            failed = self._fail(unit, user_error, exit_code)
+            # Ranks may wait for those of another host, and listen to nobody.
+            return [*failed, KillAll()] if unit.name in self._shared else failed
         if self._is_final(unit, user_error):
             if not self._can_do_without(unit):
                 return self._fail(unit, user_error)
@@ -250,7 +260,13 @@ class Lifecycle:
         if not self._restarts:
             return True
         too_often = unit.deaths_in_a_row > self._max_restarts
-        return (user_error or too_often) and unit.name not in self._remote
+        return (user_error or too_often) and not self._is_elsewhere(unit)
+
+    def _is_elsewhere(self, unit: Unit) -> bool:
+        """Whether the unit has died of what is on another host."""
+        if unit.name in self._shared:
+            return unit.death.from_outside and unit.death.actor.startswith("gateway.")
+        return unit.name in self._remote
 
     def _fail(self, unit: Unit, user_error: bool, exit_code: int = 0) -> Sequence[Effect]:
         self.exit_code = exit_code or (2 if user_error else 1)
@@ -267,7 +283,7 @@ class Lifecycle:
 
     def _reason(self, unit: Unit) -> str:
         error = unit.death.error
-        if unit.name not in self._remote and 0 < self._max_restarts < unit.deaths_in_a_row:
+        if not self._is_elsewhere(unit) and 0 < self._max_restarts < unit.deaths_in_a_row:
             times = f"{unit.deaths_in_a_row} times in a row"
             error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
         return error
@@ -409,9 +425,12 @@ class Lifecycle:
             if unit.phase is Phase.STARTING and actor not in unit.ready
         ]
         reason = f"not ready after {self._startup_timeout:g} s (--startup-timeout)"
-        if never := [name for name in late if self._unit_of[name].name in self._remote]:
-            ranks = ", ".join(name.partition(".")[2] for name in never)
-            reason += f"; no headless host has joined with rank {ranks}"
+        gateways = [name for name in late if name.startswith("gateway.")]
+        elsewhere = self._remote - self._shared
+        if never := gateways or [n for n in late if self._unit_of[n].name in elsewhere]:
+            numbers = ", ".join(name.partition(".")[2] for name in never)
+            what = "as node" if gateways else "with rank"
+            reason += f"; no headless host has joined {what} {numbers}"
         return self._kill(late, reason)
 
     def _kill(self, actors: list[str], reason: str) -> Sequence[Effect]:

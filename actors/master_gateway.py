@@ -57,24 +57,34 @@ class MasterGateway(Actor):
 
     async def start(self) -> dict[str, str | int | float]:
         """Wait for a node. How long that may take is the lifecycle's business."""
-        place, boot = self._place, self.boot
-        self._judge = Master(
-            version=__version__,
-            session=place.session,
-            rank=self._rank,
-            local=(place.first, place.num),
-            engine=boot.engine,
-            spec=boot.spec,
-            fingerprint=fingerprint(boot.spec),
-        )
+        self._judge = self.make_judge()
         self._attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        config = place.config
-        self._link = LinkListener(self, config.ip(), config.port_of(self._rank), config.keys())
+        self._link = self.make_link()
         self._at_the_end.callback(self._link.close)
-        self.control.send(supervision.Progress(f"waiting for rank {self._rank}", 0, 1))
+        what = self._judge.what
+        self.control.send(supervision.Progress(f"waiting for {what}", 0, 1))
         await self._attached
-        self.control.send(supervision.Progress(f"waiting for rank {self._rank}", 1, 1))
-        return {f"rank {self._rank}": self._node}
+        self.control.send(supervision.Progress(f"waiting for {what}", 1, 1))
+        return {what: self._node}
+
+    def make_judge(self) -> Master:
+        return Master(**self._judged_by())
+
+    def make_link(self) -> LinkListener:
+        config = self._place.config
+        return LinkListener(self, config.ip(), config.port_of(self._rank), config.keys())
+
+    def _judged_by(self) -> dict[str, Any]:
+        place, boot = self._place, self.boot
+        return {
+            "version": __version__,
+            "session": place.session,
+            "rank": self._rank,
+            "local": (place.first, place.num),
+            "engine": boot.engine,
+            "spec": boot.spec,
+            "fingerprint": fingerprint(boot.spec),
+        }
 
     def on_batch(self, batch: list[tuple[str, Any]]) -> None:
         for edge, payload in batch:
@@ -115,7 +125,7 @@ class MasterGateway(Actor):
 
     def on_stranger(self, address: str) -> None:
         self._report(
-            f"somebody who tried to join as rank {self._rank} is refused: it hasn't shown this "
+            f"somebody who tried to join as {self._judge.what} is refused: it hasn't shown this "
             "cluster's secret (--cluster-secret-file)"
         )
 
@@ -141,7 +151,10 @@ class MasterGateway(Actor):
         self._end(str(error), isinstance(error, ChannelTimeout))
 
     def _end(self, reason: str, from_outside: bool) -> None:
-        self.stop(NodeLostError(f"{reason}; rank {self._rank} waits for a node", from_outside))
+        self.stop(NodeLostError(f"{reason}; {self.waits()}", from_outside))
+
+    def waits(self) -> str:
+        return f"rank {self._rank} waits for a node"
 
     def _is_answer(self, record: Record) -> bool:
         """Whether this is the scheduler's answer to a death, which is for us."""

@@ -64,8 +64,7 @@ class Supervisor:
         self._external = external
         self._cluster = cluster
         self._counts = topology.counts_of(engine, server)
-        if cluster is not None and cluster.config.headless:
-            self._counts = hosts.node_counts(self._counts)
+        self._counts = hosts.counts_on(self._counts, cluster)
         self._part = hosts.part_of(self._counts, cluster)
         self._children: dict[str, Child] = {}
         self._tallies = Tallies.create(Shape.of(server)) if server is not None else None
@@ -126,6 +125,7 @@ class Supervisor:
             clients,
             external=external,
             remote=self._part.remote,
+            shared=self._part.shared,
             shutdown_timeout=0.0 if self._external is not None else self._engine.shutdown_timeout,
             max_restarts=self._engine.max_restarts,
             startup_timeout=self._engine.startup_timeout,
@@ -164,7 +164,9 @@ class Supervisor:
             engine = msgspec.structs.replace(
                 engine, data_parallel_size=num_here, data_parallel_routing="score"
             )
+        spans = self._cluster is not None and self._cluster.spans
         is_rank = kind == "worker" and (engine.num_workers > 1 or engine.lockstep)
+        is_rank = is_rank or (kind == "gateway" and spans)
         fds += [group_fd] if is_rank else []
         if self._listener is not None and self._tallies is not None and kind == "client":
             listen_fd, tallies_fd = self._listener.fileno(), self._tallies.fd

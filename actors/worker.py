@@ -28,12 +28,18 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, cast
 
 from ..executor.profiler import Profiler, ProfilerError
-from ..executor.runner import BalancingRunner, ModelRunner, PendingStep, RankRunner, make_runner
+from ..executor.runner import (
+    BalancingRunner,
+    ModelRunner,
+    OtherHosts,
+    PendingStep,
+    RankRunner,
+    make_runner,
+)
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
@@ -41,6 +47,7 @@ from ..mq.errors import PeerDeadError, StepTimeoutError
 from . import topology
 from .boot import Boot
 from .control import Control
+from .linux import sleep_precisely
 
 SPIN_SECONDS = 50e-6
 NAP_SHARE = 1 / 8  # of what was waited already
@@ -78,11 +85,16 @@ class Worker:
 
     def run(self) -> None:
         boot = self._boot
-        runner = make_runner(boot.engine, boot.spec, self._rank, boot.group_fd, self._engine)
+        others = None
+        if boot.cluster is not None and boot.cluster.spans:
+            num_here = boot.engine.num_workers // boot.cluster.config.nnodes
+            others = OtherHosts(boot.cluster.num_links, num_here)
+        place = self._rank, boot.group_fd, self._engine
+        runner = make_runner(boot.engine, boot.spec, *place, others)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(supervision.ActorReady({} if self._rank else runner.details()))
-        _sleep_precisely()
+        sleep_precisely()
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
@@ -201,9 +213,3 @@ class Worker:
         except ProfilerError as error:
             answer = supervision.Profiled(ask, error=str(error))
         self._control.send(answer)
-
-
-def _sleep_precisely() -> None:
-    """By default the kernel may make each nap 50 us longer, to wake several sleepers at once."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/timerslack_ns").write_text("1000")

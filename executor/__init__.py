@@ -1,1 +1,2 @@
-"""How one step runs: runners, models, layers, attention, sampling. Only workers import this."""
+"""How one step runs: runners, models, layers, attention, sampling. Only workers import this,
+and who mirrors their memory, mirror.py."""

@@ -16,7 +16,6 @@ replica, and for each rank in a replica those of all replicas that have it.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,8 @@ from ..kernels.cpu.experts import pad_kernel
 from ..kernels.cpu.openmp import Kernel, Launch
 from ..mq.config import EngineConfig
 from ..mq.messages import WaveStep
-from .parallel import Alone, Group, HostGroup, map_memory
+from .mirror import Exchange
+from .parallel import Alone, Group, HostGroup, map_parts
 
 _NO_WAVE = WaveStep(0, 0, False)  # of the steps that warm up
 _MASK = (1 << 31) - 1  # what fits of a number that grows for months
@@ -46,8 +46,10 @@ class Replicas:
     tokens, most and rows: of the step, int64 [N], [1] (P) and [1] (P x N).
     """
 
-    def __init__(self, config: EngineConfig, rank: int, engine: int, memory_fd: int) -> None:
-        """Raises as HostGroup where not all ranks come."""
+    def __init__(
+        self, config: EngineConfig, rank: int, engine: int, memory_fd: int, num_links: int = 0
+    ) -> None:
+        """num_links: as join's (pipeline.py). Raises as HostGroup where not all ranks come."""
         ranks, num, timeout = (
             config.tensor_parallel_size,
             config.data_parallel_size,
@@ -55,16 +57,17 @@ class Replicas:
         )
         self.num, self.engine, self._ranks = num, engine, ranks
         self.rank, self.size = engine * ranks + rank, num * ranks
-        sizes = [exchange.memory_bytes(self.size)]
+        everyone = tuple(range(self.size))
+        parts = [Exchange(everyone)]
         if ranks > 1:
-            sizes += [exchange.memory_bytes(ranks)] * num + [exchange.memory_bytes(num)] * ranks
-        memory = map_memory(memory_fd, sum(sizes))
-        parts = np.split(memory, [end // 8 for end in accumulate(sizes[:-1])])
-        self.all = self._across = HostGroup(self.rank, self.size, parts[0], timeout)
+            parts += [Exchange(everyone[e * ranks : (e + 1) * ranks]) for e in range(num)]
+            parts += [Exchange(everyone[r::ranks]) for r in range(ranks)]
+        memory = map_parts(memory_fd, parts, num_links)
+        self.all = self._across = HostGroup(self.rank, self.size, memory[0], timeout)
         self.own: Group = Alone()
         if ranks > 1:
-            self.own = HostGroup(rank, ranks, parts[1 + engine], timeout)
-            self._across = HostGroup(engine, num, parts[1 + num + rank], timeout)
+            self.own = HostGroup(rank, ranks, memory[1 + engine], timeout)
+            self._across = HostGroup(engine, num, memory[1 + num + rank], timeout)
         self.tokens, self.most = np.zeros(num, np.int64), np.zeros(1, np.int64)
         self.rows = np.zeros(1, np.int64)
         self.meetings = 0

@@ -1,4 +1,7 @@
-"""The options of several hosts: which replicas this one has, and where the others are found."""
+"""The options of several hosts: what this one has, and where the others are found.
+
+Hosts share replicas (data_parallel_size_local), or one engine's workers (nnodes).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,53 @@ if TYPE_CHECKING:
 
 _LAST_PORT = 65535
 
+_SPANNING = ("cpu", "fake")  # devices whose workers can be on several hosts
+# What is as it is by default with nnodes, and what without.
+_OF_SEVERAL_REPLICAS = (
+    "data_parallel_start_rank",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+)
+_OF_SEVERAL_NODES = ("node_rank", "master_addr", "master_port")
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one host is told of the others. Replicas have *ranks*, counted over all hosts."""
 
     headless: Annotated[
         bool,
-        Meta(description="serve no HTTP: this host's replicas join the master, which does"),
+        Meta(description="serve no HTTP: this host's replicas, or workers, join the master"),
     ] = False
+    nnodes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="hosts that one engine's workers are spread over, evenly and in their "
+            "order (tensor_parallel_size of each stage of pipeline_parallel_size). Devices cpu "
+            "and fake",
+            extra={"short": "-n"},
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="this host's number among nnodes; 0 is the master, all others are headless",
+            extra={"short": "-r"},
+        ),
+    ] = 0
+    master_addr: Annotated[
+        str,
+        Meta(
+            description="the address at which node 0 listens for the others of nnodes; any but a "
+            "loopback address needs cluster_secret_file"
+        ),
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        int,
+        Meta(ge=1, le=_LAST_PORT, description="node 0 listens for node k at this port + k - 1"),
+    ] = 29501
     data_parallel_size_local: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -69,6 +111,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def local_ranks(self, engine: EngineConfig) -> range:
         """The ranks of this host's replicas. Raises ConfigError for what can't be."""
+        if self._spans_nodes(engine):
+            return range(1)
         size, first = engine.data_parallel_size, self.data_parallel_start_rank
         num = self.data_parallel_size_local
         if num is None:
@@ -95,8 +139,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         return range(first, first + num)
 
+    def workers_of(self, node: int, num_workers: int) -> range:
+        """Which of an engine's workers are on this node."""
+        share = num_workers // self.nnodes
+        return range(node * share, (node + 1) * share)
+
     def port_of(self, rank: int) -> int:
         return self.data_parallel_rpc_port + rank
+
+    def node_port(self, node: int) -> int:
+        return self.master_port + node - 1
 
     def keys(self) -> ClusterKeys | None:
         """None without a secret. Raises ConfigError as `read_secret`."""
@@ -109,14 +161,64 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The master's IP address. Raises ConfigError as `check_exposure`."""
         from .cluster_keys import check_exposure  # likewise
 
-        return check_exposure(self.data_parallel_address, self.cluster_secret_file is not None)
+        option = "data_parallel_address" if self.nnodes == 1 else "master_addr"
+        return check_exposure(getattr(self, option), self.cluster_secret_file is not None, option)
+
+    def _spans_nodes(self, engine: EngineConfig) -> bool:
+        """Whether nnodes share one engine. Raises ConfigError for what can't be."""
+        num, workers = self.nnodes, engine.num_workers
+        if num == 1:
+            self._refuse(_OF_SEVERAL_NODES, "means nothing with nnodes = 1")
+            return False
+        if self.node_rank >= num:
+            raise ConfigError(
+                f"node_rank = {self.node_rank}: nnodes = {num} are numbered 0 to {num - 1}"
+            )
+        if self.headless != (self.node_rank > 0):
+            raise ConfigError(
+                f"node_rank = {self.node_rank}: node 0 serves HTTP, and all others are headless; "
+                f"{'leave --headless away here' if self.headless else 'add --headless here'}"
+            )
+        if engine.device not in _SPANNING:
+            raise ConfigError(
+                f"nnodes = {num}: workers on several hosts need device "
+                f"{' or '.join(map(repr, _SPANNING))}; this engine's is {engine.device!r}"
+            )
+        if workers % num:
+            raise ConfigError(
+                f"nnodes = {num}: tensor_parallel_size x pipeline_parallel_size = {workers} "
+                "workers can't be dealt evenly to so many hosts"
+            )
+        if self.node_port(num - 1) > _LAST_PORT:
+            raise ConfigError(
+                f"master_port = {self.master_port}: nodes 1 to {num - 1} take as many ports from "
+                f"there; it must be at most {_LAST_PORT - num + 2}"
+            )
+        for option, value, accepted in (
+            ("data_parallel_size", engine.data_parallel_size, 1),
+            ("data_parallel_size_local", self.data_parallel_size_local or 1, 1),
+            ("torch_profiler_dir", engine.torch_profiler_dir, None),
+        ):
+            if value != accepted:
+                raise ConfigError(
+                    f"{option} = {value!r}: with nnodes = {num} it must be {accepted!r}"
+                )
+        self._refuse(_OF_SEVERAL_REPLICAS, f"means nothing with nnodes = {num}")
+        return True
+
+    def _refuse(self, options: tuple[str, ...], why: str) -> None:
+        """Those of these that have another value than by default."""
+        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
+        for option in options:
+            if (value := getattr(self, option)) != defaults[option]:
+                raise ConfigError(f"{option} = {value!r}: {why}")
 
 
 class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One host's place in the cluster, as its actors are told.
 
     first, num: its ranks. session: see handshake.py. clock_offset: what to add to this host's
-    `time.monotonic()` for the master's; 0.0 on the master.
+    `time.monotonic()` for the master's; 0.0 on the master. With nnodes, the one rank is on all.
     """
 
     config: ClusterConfig
@@ -128,3 +230,13 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> range:
         return range(self.first, self.first + self.num)
+
+    @property
+    def spans(self) -> bool:
+        """Whether one engine's workers are on several hosts."""
+        return self.config.nnodes > 1
+
+    @property
+    def num_links(self) -> int:
+        """Hosts with which this one shares an engine directly: all talk to the master."""
+        return 1 if self.config.node_rank else self.config.nnodes - 1

@@ -76,25 +76,25 @@ def read_secret(path: str) -> bytes:
     return secret
 
 
-def check_exposure(address: str, has_secret: bool) -> str:
-    """The IP address of `address`. Raises ConfigError if it needs a secret and there is none, or if
-    there is no such host."""
-    ip = _ip_of(address)
+def check_exposure(address: str, has_secret: bool, option: str = "data_parallel_address") -> str:
+    """The IP address of `address`, as `option` has it. Raises ConfigError if it needs a secret and
+    there is none, or if there is no such host."""
+    ip = _ip_of(option, address)
     if not has_secret and not ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"data_parallel_address = {address!r}: needs cluster_secret_file; without a secret, "
+            f"{option} = {address!r}: needs cluster_secret_file; without a secret, "
             "hosts are not told apart, and only a loopback address (127.0.0.1) is used"
         )
     return ip
 
 
-def _ip_of(address: str) -> str:
+def _ip_of(option: str, address: str) -> str:
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(address))
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"data_parallel_address = {address!r}: {error.strerror}") from error
+        raise ConfigError(f"{option} = {address!r}: {error.strerror}") from error
     return str(found[0][4][0])
 
 

@@ -8,6 +8,10 @@ and then the gateway of each rank attaches to the master's gateway of that rank:
     node -> master     Hello(attach=True), once the engine works
     master -> node     Welcome: the link is made, and is called `epoch`; or Refused
 
+Where hosts share one engine (nnodes), "rank" is the node's number: there is one gateway for each
+node, and a node attaches at once, since its workers load together with the others. What its link
+carries is the plans, the workers' answers, and what ranks tell each other (executor/mirror.py).
+
 A session is one life of the master's supervisor. Who attaches has joined in the same session, so it
 has that session's options and clock; a node that joined an earlier one is refused, and joins again.
 A Hello is repeated until it is answered, so its answer may come twice: `nonce` tells which it is.
@@ -61,6 +65,13 @@ FROM_MASTER = (
 # What a node has to be given alike: it is code, which a node doesn't take from elsewhere, or a
 # choice of parts that have to fit.
 ALIKE = ("logits_processors", "skip_tokenizer_init", "data_parallel_size", "device")
+# Likewise, of those that share one engine; and nnodes.
+ALIKE_IN_NODES = (
+    *ALIKE,
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
+)
 
 
 class Hello(Message, tag="hello"):
@@ -132,8 +143,12 @@ class Master(msgspec.Struct, frozen=True, kw_only=True):
         if hello.attach and hello.session != self.session:
             return Refused(hello.nonce, "the master has been started anew", "join again")
         if attached:
-            return Refused(hello.nonce, f"rank {self.rank} is served by {attached}", "ask again")
+            return Refused(hello.nonce, f"{self.what} is served by {attached}", "ask again")
         return None
+
+    @property
+    def what(self) -> str:
+        return f"rank {self.rank}"
 
     def welcome(self, hello: Hello, epoch: int, now: float) -> Welcome:
         return Welcome(
@@ -174,8 +189,30 @@ class Master(msgspec.Struct, frozen=True, kw_only=True):
                 f"the node's model {hello.model!r} is not the master's {self.spec.name!r}: their "
                 f"files differ (fingerprints {hello.fingerprint} and {self.fingerprint})"
             )
-        for name in ALIKE:
-            ours, theirs = getattr(self.engine, name), hello.options.get(name)
+        for name, ours in self._alike().items():
+            theirs = hello.options.get(name)
             if ours != theirs:
                 return f"{name} = {theirs!r} on the node and {ours!r} on the master: must be alike"
         return ""
+
+    def _alike(self) -> dict[str, Any]:
+        return {name: getattr(self.engine, name) for name in ALIKE}
+
+
+class NodesMaster(Master, frozen=True, kw_only=True):
+    """The same of the gateway for node `rank` of nnodes that share one engine."""
+
+    nnodes: int
+
+    @property
+    def what(self) -> str:
+        return f"node {self.rank}"
+
+    def _of_ranks(self, hello: Hello) -> str:
+        if hello.options.get("nnodes") == self.nnodes and hello.start_rank != self.rank:
+            return f"this is the gateway of node {self.rank}, not {hello.start_rank}"
+        return ""
+
+    def _alike(self) -> dict[str, Any]:
+        engine = {name: getattr(self.engine, name) for name in ALIKE_IN_NODES}
+        return {"nnodes": self.nnodes, **engine}

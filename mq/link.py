@@ -265,7 +265,7 @@ class _LinkEnd:
 class LinkListener(_LinkEnd):
     """The master's end, bound at `address`:`port`; 0 takes a free one, which is then `port`.
 
-    Raises ConfigError if it can't be bound.
+    Raises ConfigError if it can't be bound, which names the `options` that say where.
     """
 
     def __init__(
@@ -275,6 +275,7 @@ class LinkListener(_LinkEnd):
         port: int,
         keys: ClusterKeys | None,
         window: int = WINDOW,
+        options: str = "--data-parallel-address and --data-parallel-rpc-port",
     ) -> None:
         super().__init__(zmq.ROUTER, owner, address, window)
         self._listener_owner = owner
@@ -291,8 +292,7 @@ class LinkListener(_LinkEnd):
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"cannot listen for nodes at {address} port {port}: {error.strerror}; see "
-                "--data-parallel-address and --data-parallel-rpc-port"
+                f"cannot listen for nodes at {address} port {port}: {error.strerror}; see {options}"
             ) from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rstrip("\0").rpartition(":")[2])

@@ -1,4 +1,5 @@
-"""`ringcast serve --headless`: replicas that join the master of a cluster and serve no HTTP."""
+"""`ringcast serve --headless`: replicas, or workers of an engine that several hosts share, that
+join the master of a cluster and serve no HTTP."""
 
 from __future__ import annotations
 
@@ -61,10 +62,13 @@ async def _knock(
     engine: EngineConfig, spec: ModelSpec, cluster: ClusterConfig, reporter: Reporter
 ) -> tuple[Welcome, float]:
     """The master's welcome, and what to add to our clock for its clock."""
-    ranks = cluster.local_ranks(engine)
-    dialer = LinkDialer(_Nobody(), cluster.ip(), cluster.port_of(ranks.start), cluster.keys())
+    ranks, node = cluster.local_ranks(engine), cluster.node_rank
+    port = cluster.port_of(ranks.start)
+    if cluster.nnodes > 1:
+        ranks, port = range(node, node + 1), cluster.node_port(node)
+    dialer = LinkDialer(_Nobody(), cluster.ip(), port, cluster.keys())
     try:
-        hello = hello_of(engine, spec, ranks)
+        hello = hello_of(engine, spec, ranks, nnodes=cluster.nnodes)
         timeout = cluster.data_parallel_join_timeout
         welcome = await join(dialer, hello, timeout, reporter.notice)
         return welcome, welcome.clock - time.monotonic()

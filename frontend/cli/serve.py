@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def place_of(cluster: ClusterConfig, engine: EngineConfig) -> ClusterPlace | None:
     """This host's place, if there are several. Raises ConfigError for what can't work."""
     ranks = cluster.local_ranks(engine)
-    if len(ranks) == engine.data_parallel_size:
+    if len(ranks) == engine.data_parallel_size and cluster.nnodes == 1:
         return None
     cluster.ip()
     cluster.keys()  # what is wrong with either is said at once
@@ -131,7 +131,8 @@ class NodeReporter(ConsoleReporter):
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         self._progress.stop()
         seconds = time.monotonic() - self._start
-        _say(f"{self._model}: {_in_words(details)}")
+        if details:  # the first worker's, which may be on another host
+            _say(f"{self._model}: {_in_words(details)}")
         _say(f"{' and '.join(addresses)} ready in {seconds:.1f} s  (Ctrl-C ends it)")
 
 

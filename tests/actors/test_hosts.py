@@ -85,13 +85,71 @@ def test_text_actors_are_all_on_the_master_and_have_their_edges_on_both_hosts():
     counts = {**COUNTS, "tokenizer": 2, "detokenizer": 2}
     master, node = (
         hosts.part_of(
-            hosts.node_counts(counts) if headless else counts,
-            ClusterPlace(config=ClusterConfig(headless=headless), first=first, num=2, session="s"),
+            hosts.counts_on(counts, place) if place.config.headless else counts,
+            place,
         )
-        for headless, first in ((False, 2), (True, 0))
+        for place in (
+            ClusterPlace(config=ClusterConfig(headless=headless), first=first, num=2, session="s")
+            for headless, first in ((False, 2), (True, 0))
+        )
     )
     text = {"tokenizer.0", "tokenizer.1", "detokenizer.0", "detokenizer.1"}
     assert text <= set(master.instances)
     assert not text & set(node.instances)
     for edge in ("tokenizer.1>scheduler.0", "scheduler.0>detokenizer.1"):
         assert all(edge in {c.name for c in part.channels} for part in (master, node))
+
+
+# One engine on three hosts: two stages of three ranks
+
+
+SHARED = topology.counts_of(
+    build(EngineConfig, {"device": "fake", "tensor_parallel_size": 3, "pipeline_parallel_size": 2})
+)
+
+
+def part_of_node(node: int, nnodes: int = 3) -> hosts.Part:
+    config = ClusterConfig(headless=node > 0, nnodes=nnodes, node_rank=node)
+    place = ClusterPlace(config=config, first=0, num=1, session="s")
+    return hosts.part_of(hosts.counts_on(SHARED, place), place)
+
+
+NODES = [part_of_node(node) for node in range(3)]
+
+
+def test_workers_are_dealt_to_nodes_in_order():
+    workers = [[name for name in node.instances if name.startswith("worker.")] for node in NODES]
+    assert workers == [[f"worker.{w}" for w in (2 * n, 2 * n + 1)] for n in range(3)]
+    assert set(topology.instances(SHARED)) < {name for node in NODES for name in node.instances}
+    assert NODES[0].clients == ("client.0",)
+    assert NODES[2].clients == ("gateway.2",)
+    assert NODES[2].instances == ("worker.4", "worker.5", "gateway.2")
+
+
+def test_the_master_has_a_gateway_for_each_node_in_its_unit():
+    parts = ("worker.0", "worker.1", "scheduler.0", "gateway.1", "gateway.2")
+    assert NODES[0].units["engine.0"] == parts
+    assert NODES[1].units == {"engine.0": ("worker.2", "worker.3", "gateway.1")}
+    for node in NODES:
+        assert node.remote == node.shared == ("engine.0",)
+    assert "RanksMaster" in NODES[0].target("gateway.2")
+    assert "RanksNode" in NODES[2].target("gateway.2")
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_plans_and_answers_of_a_nodes_workers_go_through_its_gateway(node):
+    gateway = f"gateway.{node}"
+    channels = {c.name: c for c in NODES[node].channels}
+    own = [f"worker.{w}" for w in (2 * node, 2 * node + 1)]
+    assert set(channels) == {"scheduler.0>workers", *(f"{w}>scheduler.0" for w in own)}
+    plans = channels["scheduler.0>workers"]
+    assert (plans.writer, plans.readers) == (gateway, tuple(own))
+    on_master = {c.name: c for c in NODES[0].channels if gateway in (c.writer, *c.readers)}
+    assert on_master.keys() == channels.keys()
+    for worker in own:
+        assert channels[f"{worker}>scheduler.0"].readers == (gateway,)
+        answers = on_master[f"{worker}>scheduler.0"]
+        assert (answers.writer, answers.readers) == (gateway, ("scheduler.0",))
+    plans = on_master["scheduler.0>workers"]
+    assert plans.readers == ("worker.0", "worker.1", "gateway.1", "gateway.2")
+    assert plans.writer == "scheduler.0"

@@ -107,3 +107,87 @@ def test_who_asks_for_the_end_of_all_gets_it_with_its_exit_code():
     for actor in ACTORS:
         effects = life.died(actor, "gone", now=101.0)
     assert effects[-1] == fx.Exit(75)
+
+
+# An engine of which a part is on another host
+
+
+SHARED = ("worker.0", "scheduler.0", "gateway.1")
+
+
+def sharing(units=None, clients=("client.0",)) -> Lifecycle:
+    return Lifecycle(
+        units or {"engine.0": SHARED, "client.0": ("client.0",)},
+        clients,
+        remote=("engine.0",),
+        shared=("engine.0",),
+        shutdown_timeout=30.0,
+        max_restarts=2,
+        startup_timeout=60.0,
+        step_timeout=5.0,
+    )
+
+
+def sharing_and_serving() -> Lifecycle:
+    life = sharing()
+    life.begin(0.0)
+    for actor in (*SHARED, "client.0"):
+        life.ready(actor, 1.0)
+    life.listening("client.0")
+    assert life.state is State.SERVING
+    return life
+
+
+def die(life, actor, now, **how):
+    """Of a unit that was being started: all it has is killed, and it may start again at once."""
+    effects = list(life.died(actor, f"{actor} is gone", now=now, **how))
+    for other in SHARED:
+        if other != actor and life.state is State.SERVING:
+            effects += life.died(other, "killed", now=now)
+    for told in only(effects, fx.TellLost):
+        for told_actor in told.to:
+            effects += life.forgotten(told_actor, told.death)
+    for timer in only(effects, fx.Timer):
+        if timer.key.startswith("back-off"):
+            effects += life.timer(timer.key, now + timer.seconds)
+    return effects
+
+
+def test_a_lost_node_may_be_away_for_as_long_and_as_often_as_it_likes():
+    life = sharing_and_serving()
+    for turn in range(20):
+        effects = die(life, "gateway.1", 2.0 + turn, from_outside=True)
+        assert only(effects, fx.Start) == [fx.Start(SHARED)]
+        assert not any(timer.key.startswith("startup") for timer in only(effects, fx.Timer))
+    assert life.state is State.SERVING
+
+
+def test_a_worker_that_dies_too_often_ends_all():
+    life = sharing_and_serving()
+    for turn in range(2):
+        assert only(die(life, "worker.0", 1.5 + turn), fx.Start)
+    (failed,) = only(die(life, "worker.0", 4.0), fx.TellFailed)
+    assert "engine.0 has died 3 times in a row" in failed.error
+
+
+def test_a_node_that_never_comes_is_named_by_its_number():
+    life = sharing()
+    life.begin(0.0)
+    life.ready("client.0", 1.0)
+    life.timer("startup", 60.0)
+    (failed,) = only(life.died("gateway.1", "killed", now=60.0), fx.TellFailed)
+    assert failed.error.endswith("no headless host has joined as node 1")
+
+
+def test_a_host_with_nothing_but_a_part_waits_for_any_time():
+    life = sharing({"engine.0": ("worker.1", "gateway.1")}, ("gateway.1",))
+    assert life.begin(0.0) == [fx.Start(("worker.1", "gateway.1"))]
+
+
+def test_what_such_a_host_has_ends_at_once_when_it_has_to_join_again():
+    life = sharing({"engine.0": ("worker.1", "gateway.1")}, ("gateway.1",))
+    life.begin(0.0)
+    life.ready("gateway.1", 1.0)
+    effects = life.died("gateway.1", "the master is gone", exit_code=75, now=2.0)
+    assert effects[-1] == fx.KillAll()
+    assert life.died("worker.1", "killed", now=2.0)[-1] == fx.Exit(75)

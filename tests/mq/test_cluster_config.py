@@ -61,3 +61,58 @@ def test_the_secret_files_keys(tmp_path):
     with_secret = config(data_parallel_address="10.0.0.1", cluster_secret_file=str(path))
     assert with_secret.ip() == "10.0.0.1"
     assert with_secret.keys() is not None
+
+
+# Hosts that share one engine
+
+
+def shared(**options) -> EngineConfig:
+    options = {"device": "fake", "tensor_parallel_size": 4, "pipeline_parallel_size": 2} | options
+    return build(EngineConfig, options)
+
+
+def test_every_node_has_its_share_of_the_workers():
+    node = config(nnodes=4, node_rank=3, headless=True, master_port=7000)
+    assert node.local_ranks(shared()) == range(1)
+    assert [node.workers_of(n, 8) for n in range(4)] == [range(2 * n, 2 * n + 2) for n in range(4)]
+    assert [node.node_port(n) for n in (1, 2, 3)] == [7000, 7001, 7002]
+    places = [
+        ClusterPlace(config=config(nnodes=4, node_rank=n), first=0, num=1, session="s")
+        for n in range(4)
+    ]
+    assert [place.num_links for place in places] == [3, 1, 1, 1]
+    assert all(place.spans for place in places)
+    assert not ClusterPlace(config=config(), first=0, num=1, session="s").spans
+
+
+@pytest.mark.parametrize(
+    ("options", "of_engine", "reason"),
+    [
+        ({"nnodes": 2, "node_rank": 2, "headless": True}, {}, "node_rank = 2: .* 0 to 1"),
+        ({"nnodes": 2, "node_rank": 1}, {}, "node_rank = 1: .* add --headless here"),
+        ({"nnodes": 2, "headless": True}, {}, "node_rank = 0: .* leave --headless away"),
+        ({"nnodes": 3}, {}, "nnodes = 3: .* = 8 workers can't be dealt evenly"),
+        ({"nnodes": 3, "master_port": 65535}, {"tensor_parallel_size": 3}, "at most 65534"),
+        ({"nnodes": 2}, {"device": "cuda", "pipeline_parallel_size": 1}, "'cpu' or 'fake'; .*cuda"),
+        ({"nnodes": 2}, {"data_parallel_size": 2}, "data_parallel_size = 2: with nnodes = 2 it"),
+        ({"nnodes": 2}, {"torch_profiler_dir": "x"}, "torch_profiler_dir = 'x': .*must be None"),
+        (
+            {"nnodes": 2, "data_parallel_start_rank": 1},
+            {},
+            "data_parallel_start_rank = 1: means nothing",
+        ),
+        ({"nnodes": 2, "data_parallel_rpc_port": 9}, {}, "data_parallel_rpc_port = 9: means"),
+        ({"node_rank": 1}, {}, "node_rank = 1: means nothing with nnodes = 1"),
+        ({"master_port": 5}, {}, "master_port = 5: means nothing"),
+    ],
+)
+def test_what_nodes_cannot_be(options, of_engine, reason):
+    with pytest.raises(ConfigError, match=reason):
+        config(**options).local_ranks(shared(**of_engine))
+
+
+def test_only_a_secret_opens_the_masters_address():
+    with pytest.raises(
+        ConfigError, match=r"master_addr = '10\.0\.0\.1': needs cluster_secret_file"
+    ):
+        config(nnodes=2, master_addr="10.0.0.1").ip()

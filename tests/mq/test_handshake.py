@@ -6,7 +6,15 @@ import msgspec
 import pytest
 
 from ringcast.mq.config import EngineConfig, ModelSpec, build
-from ringcast.mq.handshake import ALIKE, FROM_MASTER, PROTOCOL, Hello, Master
+from ringcast.mq.handshake import (
+    ALIKE,
+    ALIKE_IN_NODES,
+    FROM_MASTER,
+    PROTOCOL,
+    Hello,
+    Master,
+    NodesMaster,
+)
 
 ENGINE = build(EngineConfig, {"device": "fake", "data_parallel_size": 4, "seed": 3})
 SPEC = ModelSpec(
@@ -99,3 +107,36 @@ def test_who_attaches_must_have_joined_in_this_session():
     refused = MASTER.refusal(hello(attach=True, session="before"), "")
     assert refused is not None
     assert refused.then == "join again"
+
+
+# Nodes that share one engine
+
+
+SHARED = build(EngineConfig, {"device": "fake", "tensor_parallel_size": 4})
+OF_SHARED = {name: getattr(SHARED, name) for name in ALIKE_IN_NODES}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "reason"),
+    [
+        ({}, {}, ""),
+        ({"start_rank": 1}, {}, "this is the gateway of node 2, not 1"),
+        ({}, {"nnodes": 2}, "nnodes = 2 on the node and 4 on the master: must be alike"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2 on the node and 4"),
+        ({"fingerprint": "x"}, {}, "their files differ"),
+    ],
+)
+def test_who_may_share_an_engine(fields, options, reason):
+    master = NodesMaster(**{f: getattr(MASTER, f) for f in MASTER.__struct_fields__}, nnodes=4)
+    master = msgspec.structs.replace(master, engine=SHARED)
+    knocks = hello(**{"num_ranks": 1, "options": OF_SHARED | {"nnodes": 4} | options, **fields})
+    refused = master.refusal(knocks, "")
+    assert reason in refused.reason if reason else refused is None
+    if not reason:
+        again = master.refusal(knocks, "node b")
+        assert (again.reason, again.then) == ("node 2 is served by node b", "ask again")
+
+
+def test_a_replica_is_none_of_them():
+    master = NodesMaster(**{f: getattr(MASTER, f) for f in MASTER.__struct_fields__}, nnodes=4)
+    assert "nnodes = None on the node" in master.refusal(hello(), "").reason
