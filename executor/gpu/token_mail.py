@@ -65,7 +65,7 @@ class TokenMail:
     def wait(self) -> None:
         start = time.monotonic()
         while not self.is_ready:
-            if self._left[0]:
+            if self._left[0] and not self.is_ready:  # it may have said something before
                 raise PeerDeadError("another stage of the pipeline has left")
             if time.monotonic() - start > self._timeout:
                 what = "room for" if self._reader is None else "the last stage's"
