@@ -20,6 +20,7 @@ from figures import machine, number, table
 
 PEERS = Path(__file__).resolve().parent / "peers"
 MODEL = "smollm2-135m-instruct"
+WARM_TOKENS = 4  # of output, before a cell is measured
 
 Cell = tuple[int, int, int]
 Times = dict[tuple[Cell, str], list[float]]
@@ -87,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llamacpp-python", help="of an environment that has llama-cpp-python")
     parser.add_argument("--gguf", action="append", default=[], help="a model file for llama.cpp")
     parser.add_argument(
+        "--without", action="append", default=[], metavar="NAME", help="an engine to leave out"
+    )
+    parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=COMMAND", help="any other worker"
     )
 
@@ -99,8 +103,8 @@ def run(args: argparse.Namespace) -> None:
     workers = [Worker(name, command) for name, command in commands.items()]
     times: Times = {}
     for worker in workers:
-        for cell in cells:
-            worker.work(cell, 0)
+        for batch, num_in, num_out in cells:
+            worker.work((batch, num_in, min(num_out, WARM_TOKENS)), 0)
     for round_number in range(args.rounds):
         for cell in cells:
             for worker in workers if round_number % 2 == 0 else workers[::-1]:
@@ -141,7 +145,10 @@ def commands_of(args: argparse.Namespace) -> tuple[list[str], dict[str, list[str
     for peer in args.peer:
         name, _, command = peer.partition("=")
         commands[name] = ["bash", "-c", f"exec {command}"]
-    return ours, commands
+    if unknown := set(args.without) - set(commands):
+        raise SystemExit(f"--without: no {min(unknown)!r}; there are {', '.join(commands)}")
+    kept = {name: command for name, command in commands.items() if name not in args.without}
+    return [name for name in ours if name in kept], kept
 
 
 def report(times: Times, cells: list[Cell], ours: list[str], names: list[str]) -> str:
