@@ -15,7 +15,7 @@ from .. import __version__
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError, JoinAgainError, NoMasterError
 from ..mq.fingerprint import fingerprint
-from ..mq.handshake import ALIKE, PROTOCOL, Hello, Welcome
+from ..mq.handshake import ALIKE, ALIKE_IN_STEP, PROTOCOL, Hello, Welcome
 from ..mq.link import LinkDialer
 
 _PATIENCE_SECONDS = 5.0  # until people are told that there is no answer yet
@@ -35,7 +35,7 @@ def hello_of(engine: EngineConfig, spec: ModelSpec, ranks: range, session: str =
         num_ranks=len(ranks),
         model=spec.name,
         fingerprint=fingerprint(spec),
-        options={name: getattr(engine, name) for name in ALIKE},
+        options={name: getattr(engine, name) for name in (*ALIKE, *ALIKE_IN_STEP)},
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -51,3 +53,9 @@ def describe_exit(status: int) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:
         return f"signal {-status}"
+
+
+def sleep_precisely() -> None:
+    """By default the kernel may make each nap 50 us longer, to wake several sleepers at once."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/timerslack_ns").write_text("1000")

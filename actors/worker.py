@@ -28,12 +28,11 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, cast
 
 from ..executor.profiler import Profiler, ProfilerError
-from ..executor.runner import ModelRunner, PendingStep, RankRunner, make_runner
+from ..executor.runner import ModelRunner, OtherHosts, PendingStep, RankRunner, make_runner
 from ..mq import codec, messages, supervision
 from ..mq.channel import Receiver, Sender
 from ..mq.endpoint import open_receiver, open_sender
@@ -41,6 +40,7 @@ from ..mq.errors import PeerDeadError, StepTimeoutError
 from . import topology
 from .boot import Boot
 from .control import Control
+from .linux import sleep_precisely
 
 SPIN_SECONDS = 50e-6
 NAP_SHARE = 1 / 8  # of what was waited already
@@ -57,7 +57,12 @@ class Worker:
         self._control = control
         self._rank = topology.rank_of(boot.actor, boot.counts)
         engine = topology.engine_of(boot.actor, boot.counts) or 0
-        self._engine = engine if boot.cluster is None else engine - boot.cluster.first
+        self._others: OtherHosts | None = None
+        if boot.cluster is not None and boot.engine.lockstep:
+            self._others = OtherHosts(1, boot.cluster.num * boot.engine.num_workers)
+        elif boot.cluster is not None:
+            engine -= boot.cluster.first
+        self._engine = engine
         self._plans: Receiver
         self._outputs: Sender
         for endpoint in boot.endpoints:
@@ -78,11 +83,12 @@ class Worker:
 
     def run(self) -> None:
         boot = self._boot
-        runner = make_runner(boot.engine, boot.spec, self._rank, boot.group_fd, self._engine)
+        place = self._rank, boot.group_fd, self._engine
+        runner = make_runner(boot.engine, boot.spec, *place, self._others)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(supervision.ActorReady({} if self._rank else runner.details()))
-        _sleep_precisely()
+        sleep_precisely()
         # The scheduler's death is its whole unit's: the supervisor is about to kill us.
         with contextlib.suppress(PeerDeadError):
             self._serve(runner)
@@ -198,9 +204,3 @@ class Worker:
         except ProfilerError as error:
             answer = supervision.Profiled(ask, error=str(error))
         self._control.send(answer)
-
-
-def _sleep_precisely() -> None:
-    """By default the kernel may make each nap 50 us longer, to wake several sleepers at once."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/timerslack_ns").write_text("1000")

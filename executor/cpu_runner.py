@@ -28,7 +28,7 @@ from .pipeline import Place, Stage, Tokens, join
 from .prompt_logprobs import PromptLogprobsReader
 from .quantization import refuse_quantized
 from .quantized import make_layout
-from .runner import Done, Progress
+from .runner import Done, OtherHosts, Progress
 from .sampler import Sampler
 from .weights import DummyWeights, SafetensorsWeights, WeightSource
 
@@ -50,7 +50,9 @@ class CpuModelRunner:
         rank: int = 0,
         group_fd: int = -1,
         engine: int = 0,
+        others: OtherHosts | None = None,
     ) -> None:
+        self._others = others or OtherHosts(0, config.num_workers * config.data_parallel_size)
         self._config, self._spec, self._rank = config, spec, rank
         self._group_fd, self._engine = group_fd, engine
         self._replicas: Replicas | None = None
@@ -60,8 +62,7 @@ class CpuModelRunner:
     def load(self, progress: Progress) -> WorkerReady:
         """Raises ModelLoadError for what is wrong with the model, ConfigError if it doesn't fit."""
         config, spec = self._config, self._spec
-        ranks = config.num_workers
-        workers = ranks * config.data_parallel_size
+        ranks, workers = config.num_workers, self._others.num_here
         threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         declared = find_model(spec.architecture).check(spec.hf_config)
@@ -86,6 +87,8 @@ class CpuModelRunner:
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
+        if self._replicas is not None:
+            self._replicas.agree(layout.dtype.itemsize, layout.padded(declared.hidden_size))
         compiled = time.perf_counter()
         self._batch = InputBatch(
             config.max_num_seqs,
@@ -192,8 +195,10 @@ class CpuModelRunner:
     def _join(self, hidden_size: int) -> Place:
         config = self._config
         if not config.lockstep:
-            return join(config, self._rank, self._group_fd, hidden_size)
-        self._replicas = Replicas(config, self._rank, self._engine, self._group_fd)
+            num_links = self._others.num_links
+            return join(config, self._rank, self._group_fd, hidden_size, num_links)
+        num_links = self._others.num_links
+        self._replicas = Replicas(config, self._rank, self._engine, self._group_fd, num_links)
         return Place(self._replicas.all, self._replicas.own, Stage(), None)
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:

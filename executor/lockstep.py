@@ -11,12 +11,12 @@ goes to no expert. Each rank computes all tokens for the experts that it has, al
 results, and each goes on with its own replica's rows.
 
 Several groups share the ranks' memory, one after another: all; and if T > 1, the T ranks of each
-replica, and for each rank in a replica those of all replicas that have it.
+replica, and for each rank in a replica those of all replicas that have it. Where the replicas are
+on several hosts, each host has a copy, which mirrors keep alike (mirror.py).
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,10 @@ from ..kernels.cpu import exchange
 from ..kernels.cpu.experts import pad_kernel
 from ..kernels.cpu.openmp import Kernel, Launch
 from ..mq.config import EngineConfig
+from ..mq.errors import ConfigError
 from ..mq.messages import WaveStep
-from .parallel import Alone, Group, HostGroup, map_memory
+from .mirror import Exchange
+from .parallel import Alone, Group, HostGroup, map_parts
 
 _NO_WAVE = WaveStep(0, 0, False)  # of the steps that warm up
 _MASK = (1 << 31) - 1  # what fits of a number that grows for months
@@ -41,13 +43,15 @@ class Meeting(NamedTuple):
 
 
 class Replicas:
-    """One rank's view of the replicas of a host. own: the group of its replica's ranks.
+    """One rank's view of the replicas. own: the group of its replica's ranks.
 
     tokens, most and rows: of the step, int64 [N], [1] (P) and [1] (P x N).
     """
 
-    def __init__(self, config: EngineConfig, rank: int, engine: int, memory_fd: int) -> None:
-        """Raises as HostGroup where not all ranks come."""
+    def __init__(
+        self, config: EngineConfig, rank: int, engine: int, memory_fd: int, num_links: int = 0
+    ) -> None:
+        """num_links: as join's (pipeline.py). Raises as HostGroup where not all ranks come."""
         ranks, num, timeout = (
             config.tensor_parallel_size,
             config.data_parallel_size,
@@ -55,19 +59,28 @@ class Replicas:
         )
         self.num, self.engine, self._ranks = num, engine, ranks
         self.rank, self.size = engine * ranks + rank, num * ranks
-        sizes = [exchange.memory_bytes(self.size)]
+        everyone = tuple(range(self.size))
+        parts = [Exchange(everyone)]
         if ranks > 1:
-            sizes += [exchange.memory_bytes(ranks)] * num + [exchange.memory_bytes(num)] * ranks
-        memory = map_memory(memory_fd, sum(sizes))
-        parts = np.split(memory, [end // 8 for end in accumulate(sizes[:-1])])
-        self.all = self._across = HostGroup(self.rank, self.size, parts[0], timeout)
+            parts += [Exchange(everyone[e * ranks : (e + 1) * ranks]) for e in range(num)]
+            parts += [Exchange(everyone[r::ranks]) for r in range(ranks)]
+        memory = map_parts(memory_fd, parts, num_links)
+        self.all = self._across = HostGroup(self.rank, self.size, memory[0], timeout)
         self.own: Group = Alone()
         if ranks > 1:
-            self.own = HostGroup(rank, ranks, parts[1 + engine], timeout)
-            self._across = HostGroup(engine, num, parts[1 + num + rank], timeout)
+            self.own = HostGroup(rank, ranks, memory[1 + engine], timeout)
+            self._across = HostGroup(engine, num, memory[1 + num + rank], timeout)
         self.tokens, self.most = np.zeros(num, np.int64), np.zeros(1, np.int64)
         self.rows = np.zeros(1, np.int64)
         self.meetings = 0
+
+    def agree(self, element_bytes: int, width: int) -> None:
+        """Rows of tokens are the same bytes on all ranks, or they would be taken for others.
+
+        Raises ConfigError that says who has what.
+        """
+        heard = self.all.all_gather(np.array([element_bytes, width], np.int32))[:: self._ranks]
+        check_rows(heard)
 
     @staticmethod
     def kernels() -> list[Kernel]:
@@ -120,6 +133,19 @@ class Replicas:
     def leave(self) -> None:
         for group in (self.own, self._across, self.all):
             group.leave()
+
+
+def check_rows(rows: np.ndarray) -> None:
+    """int32 [N, 2]: of each replica, an element's bytes and a row's elements."""
+    if (rows != rows[0]).any():
+        said = "; ".join(
+            f"replica {n} has rows of {width} numbers of {size} bytes"
+            for n, (size, width) in enumerate(rows.tolist())
+        )
+        raise ConfigError(
+            f"enable_expert_parallel = True: {said}; all must have the same, so set --dtype where "
+            "hosts have processors of different kinds"
+        )
 
 
 def compile_kernels() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..kernels.cpu import exchange
 from ..kernels.cpu.exchange import exchange_kernel
 from ..kernels.cpu.openmp import Launch
 from ..mq.errors import PeerDeadError
+from . import mirror
 
 _LOOK_SECONDS = 0.002
 _WORDS = exchange.LINE // 8  # int64 numbers of a line of the shared memory
@@ -100,8 +101,21 @@ def map_memory(memory_fd: int, num_bytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(memory_fd, num_bytes), np.int64)
 
 
+def map_parts(memory_fd: int, parts: Sequence[mirror.Part], num_links: int) -> list[np.ndarray]:
+    """The parts of the ranks' memory. num_links: mirrors of it on this host, which are waited for.
+
+    Raises PeerDeadError as mirror.wait_until_open.
+    """
+    placed, size = mirror.lay_out(parts)
+    memory = map_memory(memory_fd, size)
+    mirror.describe(memory, placed)
+    mirror.wait_until_open(memory, num_links)
+    return [memory[p.offset // 8 : (p.offset + mirror.num_bytes(p)) // 8] for p in placed]
+
+
 class HostGroup:
-    """Ranks on processors of one host, through memory that they share.
+    """Ranks on processors, through memory that they share. (Those of another host have a copy:
+    mirror.py.)
 
     In a rank's line of it (kernels/cpu/exchange.py): the threads that it has, from when it is here;
     and how many barriers it has come to. has_left[0] is 1 once a rank has left.

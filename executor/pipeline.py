@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,7 +34,8 @@ from ..mq.errors import ConfigError, PeerDeadError
 from ..mq.kv_groups import Group as LayerGroup
 from ..mq.kv_groups import deal, window_of
 from .input_batch import InputBatch
-from .parallel import Alone, Group, HostGroup, map_memory
+from .mirror import Exchange, Part, Pipe
+from .parallel import Alone, Group, HostGroup, map_parts
 
 KERNELS: tuple[Kernel, ...] = (pipe.send_kernel, pipe.receive_kernel)
 _HIDDEN_SLOTS = 2  # a stage computes the next step while the last one is still unread
@@ -228,44 +228,47 @@ class Place(NamedTuple):
         self.group.leave()
 
 
-def join(config: EngineConfig, rank: int, memory_fd: int, hidden_size: int) -> Place:
-    """Meet the others. Raises PeerDeadError or TimeoutError if they don't come."""
+def join(
+    config: EngineConfig, rank: int, memory_fd: int, hidden_size: int, num_links: int = 0
+) -> Place:
+    """Meet the others. num_links: with how many hosts this one shares the engine (mirror.py).
+
+    Raises PeerDeadError or TimeoutError if they don't come.
+    """
     width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    timeout = config.startup_timeout
+    timeout, everyone = config.startup_timeout, tuple(range(width * stages))
+    if len(everyone) == 1:
+        return Place(Alone(), Alone(), Stage(), None)
     if stages == 1:
-        group = _group(rank, width, timeout, lambda size: map_memory(memory_fd, size))
+        (memory,) = map_parts(memory_fd, [Exchange(everyone)], num_links)
+        group = HostGroup(rank, width, memory, timeout)
         return Place(group, group, Stage(), None)
     number, own = divmod(rank, width)
     rows = max(config.max_num_batched_tokens, config.max_num_seqs)
-    hidden = 1, _HIDDEN_SLOTS, rows * hidden_size
-    tokens = (stages - 1) * width, config.most_steps_in_flight, config.max_num_seqs
-    sizes = [
-        exchange.memory_bytes(stages * width),
-        *[exchange.memory_bytes(width)] * stages,
-        pipe.pipe_bytes(*tokens),
-        *[pipe.pipe_bytes(*hidden)] * ((stages - 1) * width),
+    tokens = Pipe(
+        everyone[-width], everyone[:-width], config.most_steps_in_flight, config.max_num_seqs
+    )
+    hidden = [
+        Pipe(worker, (worker + width,), _HIDDEN_SLOTS, rows * hidden_size)
+        for worker in everyone[:-width]
     ]
-    memory = map_memory(memory_fd, sum(sizes))
-    parts = np.split(memory, [end // 8 for end in accumulate(sizes[:-1])])
-    world = HostGroup(rank, stages * width, parts[0], timeout)
-    group = _group(own, width, timeout, lambda size: parts[1 + number])
-    links = parts[2 + stages :]  # from stage s, rank t: s * width + t
+    groups = [Exchange(everyone[s * width : (s + 1) * width]) for s in range(stages)]
+    parts: list[Part] = [Exchange(everyone), *groups, tokens, *hidden]
+    memory = map_parts(memory_fd, parts, num_links)
+    world = HostGroup(rank, len(everyone), memory[0], timeout)
+    group = Alone() if width == 1 else HostGroup(own, width, memory[1 + number], timeout)
+    links = memory[2 + stages :]  # from stage s, rank t: s * width + t
 
-    def link(part: np.ndarray, shape: tuple[int, int, int], reader: int | None) -> Link:
+    def link(part: np.ndarray, pipe: Pipe, reader: int | None) -> Link:
+        shape = len(pipe.readers), pipe.slots, pipe.words
         return Link(part, shape, reader, world.has_left, timeout)
 
     is_first, is_last = not number, number == stages - 1
-    inlet = None if is_first else link(links[rank - width], hidden, 0)
-    outlet = None if is_last else link(links[rank], hidden, None)
+    inlet = None if is_first else link(links[rank - width], hidden[rank - width], 0)
+    outlet = None if is_last else link(links[rank], hidden[rank], None)
     heard = None
     if not is_last:
-        heard = link(parts[1 + stages], tokens, rank)
+        heard = link(memory[1 + stages], tokens, rank)
     elif not own:
-        heard = link(parts[1 + stages], tokens, None)
+        heard = link(memory[1 + stages], tokens, None)
     return Place(world, group, Stage(number, stages, inlet, outlet), heard)
-
-
-def _group(rank: int, size: int, timeout: float, memory: Callable[[int], np.ndarray]) -> Group:
-    if size == 1:
-        return Alone()
-    return HostGroup(rank, size, memory(exchange.memory_bytes(size)), timeout)

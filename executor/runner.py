@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError
@@ -48,6 +48,15 @@ Progress = Callable[[str, int, int], None]
 # is some 10 ms, in which it takes a core from the other actors; and with more busy threads than
 # cores each barrier of a step waits as long.
 _SPINS = "4000"
+
+
+class OtherHosts(NamedTuple):
+    """Of an engine on several hosts, or of replicas that step together. num_links: for how many
+    mirrors the ranks' memory waits (mirror.py). num_here: workers that are here.
+    """
+
+    num_links: int
+    num_here: int
 
 
 class PendingStep(Protocol):
@@ -114,10 +123,16 @@ class RankRunner(ModelRunner, Protocol):
 
 
 def make_runner(
-    config: EngineConfig, spec: ModelSpec, rank: int = 0, group_fd: int = -1, engine: int = 0
+    config: EngineConfig,
+    spec: ModelSpec,
+    rank: int = 0,
+    group_fd: int = -1,
+    engine: int = 0,
+    others: OtherHosts | None = None,
 ) -> ModelRunner:
-    """The runner of `config.device`, for a rank of a replica. Comes before torch is imported, whose
-    OpenMP reads its environment once. Raises ConfigError for what the device doesn't have.
+    """The runner of `config.device`, for a rank of a replica. others: with whom it shares the
+    engine. Comes before torch is imported, whose OpenMP reads its environment once. Raises
+    ConfigError for what the device doesn't have.
     """
     _check_quantization(config)
     if config.deterministic and config.device not in DETERMINISTIC:
@@ -142,9 +157,11 @@ def make_runner(
         raise ConfigError(
             f"device = {config.device!r}: must be one of {', '.join(RUNNERS)}"
         ) from None
-    place = {"group_fd": group_fd} if config.device in PARALLEL else {}
+    place: dict[str, object] = {"group_fd": group_fd} if config.device in PARALLEL else {}
     if config.device == "cuda" or config.lockstep:
         place["engine"] = engine
+    if config.device == "cpu" or config.lockstep:
+        place["others"] = others
     if spec.pooling is not None:
         _check_pooling(config)
         target, place = ENCODER_RUNNER, {"engine": engine}

@@ -8,8 +8,10 @@ and then the gateway of each rank attaches to the master's gateway of that rank:
     node -> master     Hello(attach=True), once the engine works
     master -> node     Welcome: the link is made, and is called `epoch`; or Refused
 
-A session is one life of the master's supervisor. Who attaches has joined in the same session, so it
-has that session's options and clock; a node that joined an earlier one is refused, and joins again.
+A session is one life of the master's supervisor, or where replicas step together one life of all of
+them. Who attaches has joined in the same session, so it has that session's options and clock; a
+node that joined an earlier one is refused, and joins again. The mirror of a node whose replicas
+step with others attaches first, and for all of its ranks, to the master's mirror.
 A Hello is repeated until it is answered, so its answer may come twice: `nonce` tells which it is.
 
 Who is refused may be welcome another time: `then` says what to do.
@@ -58,12 +60,20 @@ FROM_MASTER = (
 )
 # What a node has to be given alike: it is code, which a node doesn't take from elsewhere, or a
 # choice of parts that have to fit.
-ALIKE = ("logits_processors", "skip_tokenizer_init", "data_parallel_size", "device")
+ALIKE = (
+    "logits_processors",
+    "skip_tokenizer_init",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "device",
+)
+ALIKE_IN_STEP = ("tensor_parallel_size",)  # where replicas step together
 
 
 class Hello(Message, tag="hello"):
     """attach: for the link of rank `start_rank` alone. num_ranks: that this node has. session: that
-    it joined, "" before. options: those in ALIKE, as this node has them."""
+    it joined, "" before. options: those in ALIKE and ALIKE_IN_STEP, as this
+    node has them."""
 
     protocol: int
     version: str
@@ -172,7 +182,7 @@ class Master(msgspec.Struct, frozen=True, kw_only=True):
                 f"the node's model {hello.model!r} is not the master's {self.spec.name!r}: their "
                 f"files differ (fingerprints {hello.fingerprint} and {self.fingerprint})"
             )
-        for name in ALIKE:
+        for name in (*ALIKE, *(ALIKE_IN_STEP if self.engine.lockstep else ())):
             ours, theirs = getattr(self.engine, name), hello.options.get(name)
             if ours != theirs:
                 return f"{name} = {theirs!r} on the node and {ours!r} on the master: must be alike"

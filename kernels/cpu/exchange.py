@@ -1,5 +1,6 @@
-"""What processes of one host tell each other within a step, through memory that they share: sums of
-their rows, their rows side by side, the first one's rows.
+"""What processes tell each other within a step, through memory that they share: sums of their rows,
+their rows side by side, the first one's rows. Processes of several hosts share it, too: each host
+has a copy of all of it (executor/mirror.py).
 
 A launch does the same on every rank: it writes the rank's rows into a slot, a piece at a time,
 raises the rank's count, waits until the counts of all have come as far, and reads the slots. All
@@ -17,7 +18,7 @@ one has a thread on every rank, and the ranks always come together.
              a line per rank, for executor/parallel.py
              per lane a line per rank: its count     raised after writing a piece (release), read
                                                      by all before they read it (acquire)
-             per lane, of either parity, per rank: a slot
+             per lane, of either parity, per rank: a slot (memory.py)
 """
 
 from __future__ import annotations
@@ -28,26 +29,21 @@ import numpy as np
 import torch
 from numba import carray, njit, types
 
+from .memory import EXCHANGE_SLOT_BYTES as _SLOT_BYTES
+from .memory import LANES, LINE, SLOT_WORDS
+from .memory import memory_bytes as memory_bytes
 from .openmp import Chunks, Kernel, offer_core, pause
 from .scalars import pointer, read, take
 
-LANES = 8
-LINE = 64
-SLOT_WORDS = 8192  # of four bytes
 SUM, SIDE_BY_SIDE, FIRST = 0, 1, 2
 LEFT, TOO_LATE = 1, 2  # what `status` becomes
 
 NAP_MICROSECONDS = 50
 _SPINS, _OFFERS = 400, 2000  # then it naps
 _LEAST_WORDS = 4096  # of a lane
-_SLOT_BYTES = 4 * SLOT_WORDS
 _F32, _I64 = np.float32(0), np.int64(0)
 
 _nap = types.ExternalFunction("usleep", types.int32(types.uint32))
-
-
-def memory_bytes(ranks: int) -> int:
-    return LINE * (1 + ranks + LANES * ranks) + LANES * 2 * ranks * _SLOT_BYTES
 
 
 def exchange(parts: list[torch.Tensor], mode: int) -> torch.Tensor:
@@ -111,10 +107,13 @@ def _exchange(p, chunk, chunks):
             piece = read(counts + a.rank * LINE) + 1
             slot = slots + piece % 2 * a.ranks * _SLOT_BYTES
             x = a.x + 4 * (row * a.x_stride + column)
+            own = slot + a.rank * _SLOT_BYTES
+            used = carray(pointer(own, _I64), (1,))
+            used[0] = 0
             if a.mode != FIRST or a.rank == 0:
+                used[0] = 4 * height * columns
                 for i in range(height):
-                    own = slot + a.rank * _SLOT_BYTES + 4 * i * columns
-                    copy(x + 4 * i * a.x_stride, own, columns)
+                    copy(x + 4 * i * a.x_stride, own + LINE + 4 * i * columns, columns)
             take(counts + a.rank * LINE)
             for other in range(a.ranks):
                 failed = _wait(counts + other * LINE, piece, a.memory, a.naps)
@@ -123,7 +122,7 @@ def _exchange(p, chunk, chunks):
                     return
             out = a.out + 4 * (row * a.out_stride + column)
             for i in range(height):
-                part = slot + 4 * i * columns
+                part = slot + LINE + 4 * i * columns
                 target = out + 4 * i * a.out_stride
                 if a.mode == SIDE_BY_SIDE:
                     if a.out != 0:

@@ -1,5 +1,6 @@
-"""What a stage of a pipeline hands to those after it, through memory that processes of one host
-share: rows of numbers, an item at a time, in their order.
+"""What a stage of a pipeline hands to those after it, through memory that processes share: rows of
+numbers, an item at a time, in their order. Stages on several hosts share it, too: each host has a
+copy (executor/mirror.py).
 
 A pipe has one writer and some readers, each of which takes every item. Items go into slots in turn.
 Neither launch here waits: whoever launches has seen in the counts that there is an item, or room
@@ -10,7 +11,7 @@ needs.
                                              read by every reader before it reads (acquire)
              a line per reader: items taken  raised by the reader after its last read (release),
                                              read by the writer before it overwrites (acquire)
-             the slots
+             the slots (memory.py)
 """
 
 from __future__ import annotations
@@ -20,20 +21,14 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from .exchange import LINE, copy
+from .exchange import copy
+from .memory import LINE
+from .memory import pipe_bytes as pipe_bytes
+from .memory import slot_bytes as slot_bytes
 from .openmp import Chunks, Kernel
 from .scalars import pointer, read, take
 
 _I64 = np.int64(0)
-
-
-def slot_bytes(words: int) -> int:
-    """Of a slot for so many numbers of four bytes: whole lines."""
-    return -(-4 * words // LINE) * LINE
-
-
-def pipe_bytes(readers: int, slots: int, words: int) -> int:
-    return LINE * (1 + readers) + slots * slot_bytes(words)
 
 
 def _send(p, chunk, chunks):
@@ -43,8 +38,9 @@ def _send(p, chunk, chunks):
         read(a.pipe + LINE * (1 + reader))
     item = read(a.pipe)
     slot = a.pipe + LINE * (1 + a.readers) + item % a.slots * a.slot_bytes
+    carray(pointer(slot, _I64), (1,))[0] = 4 * rows * a.width
     for row in range(rows):
-        copy(a.x + 4 * row * a.width, slot + 4 * row * a.width, a.width)
+        copy(a.x + 4 * row * a.width, slot + LINE + 4 * row * a.width, a.width)
     take(a.pipe)
 
 
@@ -55,7 +51,7 @@ def _receive(p, chunk, chunks):
     item = read(a.pipe + LINE * (1 + a.reader))
     slot = a.pipe + LINE * (1 + a.readers) + item % a.slots * a.slot_bytes
     for row in range(rows):
-        copy(slot + 4 * row * a.width, a.x + 4 * row * a.width, a.width)
+        copy(slot + LINE + 4 * row * a.width, a.x + 4 * row * a.width, a.width)
     take(a.pipe + LINE * (1 + a.reader))
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 
+import msgspec
 import pytest
 
 from ringcast.actors import hosts, topology
@@ -49,14 +50,23 @@ class Side:
     """One host: the gateway, its supervisor's end of the control connection, and `others`, who
     have the other ends of its channels."""
 
-    def __init__(self, kind, name: str, others: list[str], headless: bool, port: int, session: str):
+    def __init__(
+        self,
+        kind,
+        name: str,
+        others: list[str],
+        headless: bool,
+        port: int,
+        session: str,
+        engine=ENGINE,
+    ):
         # Rank 1 is the node's, so that its port is `port`.
         config = ClusterConfig(
             headless=headless, data_parallel_size_local=1, data_parallel_rpc_port=port - 1
         )
         place = ClusterPlace(config=config, first=int(headless), num=1, session=session)
-        counts = topology.counts_of(ENGINE)
-        counts = hosts.node_counts(counts) if headless else counts
+        counts = topology.counts_of(engine)
+        counts = hosts.counts_on(counts, place)
         self.owners = [
             ChannelOwner.create(
                 "ring", c.name, c.writer, c.readers, c.messages, RING_BYTES, folder=""
@@ -72,7 +82,7 @@ class Side:
             target="",
             parent_pid=0,
             control_fd=-1,
-            engine=ENGINE,
+            engine=engine,
             spec=SPEC,
             endpoints=[owner.endpoint(name) for owner in self.owners],
             counts=counts,
@@ -140,11 +150,11 @@ class Side:
 
 
 @contextlib.asynccontextmanager
-async def pair(node_session: str = "s"):
+async def pair(node_session: str = "s", engine=ENGINE):
     port = free_port()
     peers = ["tokenizer.0", "detokenizer.0", "coordinator.0"]
-    master = Side(MasterGateway, "scheduler.1", peers, False, port, "s")
-    node = Side(NodeGateway, "gateway.1", ["scheduler.1"], True, port, node_session)
+    master = Side(MasterGateway, "scheduler.1", peers, False, port, "s", engine)
+    node = Side(NodeGateway, "gateway.1", ["scheduler.1"], True, port, node_session, engine)
     try:
         yield master, node
     finally:
@@ -290,6 +300,27 @@ async def test_a_node_of_another_session_is_told_to_join_again():
             await asyncio.wait_for(asyncio.shield(node.task), SOON)
         assert isinstance(caught.value.exceptions[0], JoinAgainError)
         master.task.cancel()
+
+
+@run
+async def test_replicas_that_step_together_speak_of_waves_and_join_again_when_they_are_lost():
+    together = msgspec.structs.replace(ENGINE, enable_expert_parallel=True)
+    async with pair(engine=together) as (master, node):
+        await joined(master, node)
+        master.send("coordinator.0", messages.StartWave(1))
+        await node.until(lambda: ("coordinator.0", messages.StartWave(1)) in node.got)
+        node.others["scheduler.1"].send("coordinator.0", messages.WantWave(2))
+        await master.until(lambda: ("scheduler.1", messages.WantWave(2)) in master.got)
+        lost = supervision.PeersLost(3, "coordinator.0", "died", "", ["coordinator.0"])
+        master.actor.on_control(lost)
+        gone = messages.PeersGone(3, ["coordinator.0"])
+        await node.until(lambda: ("coordinator.0", gone) in node.got)
+        node.others["scheduler.1"].send("detokenizer.0", messages.PeersGoneHeard(3))
+        await master.until_said(supervision.PeersForgotten)
+        master.task.cancel()
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(asyncio.shield(node.task), SOON)
+        assert isinstance(caught.value.exceptions[0], JoinAgainError)
 
 
 @run

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ringcast.mq.config import EngineConfig, ModelSpec, build
-from ringcast.mq.handshake import ALIKE, FROM_MASTER, PROTOCOL, Hello, Master
+from ringcast.mq.handshake import ALIKE, ALIKE_IN_STEP, FROM_MASTER, PROTOCOL, Hello, Master
 
 ENGINE = build(EngineConfig, {"device": "fake", "data_parallel_size": 4, "seed": 3})
 SPEC = ModelSpec(
@@ -42,7 +42,7 @@ def hello(**fields) -> Hello:
         "num_ranks": 2,
         "model": "other",
         "fingerprint": "abc",
-        "options": {name: getattr(ENGINE, name) for name in ALIKE},
+        "options": {name: getattr(ENGINE, name) for name in (*ALIKE, *ALIKE_IN_STEP)},
     }
     return Hello(**{**whole, **fields})
 
@@ -99,3 +99,15 @@ def test_who_attaches_must_have_joined_in_this_session():
     refused = MASTER.refusal(hello(attach=True, session="before"), "")
     assert refused is not None
     assert refused.then == "join again"
+
+
+def test_only_who_steps_with_others_needs_as_many_ranks_in_each_replica():
+    other = hello(options={**hello().options, "tensor_parallel_size": 2})
+    assert MASTER.refusal(other, "") is None
+    together = msgspec.structs.replace(ENGINE, enable_expert_parallel=True)
+    master = msgspec.structs.replace(MASTER, engine=together)
+    other.options["enable_expert_parallel"] = True
+    refused = master.refusal(other, "")
+    assert refused is not None
+    assert "tensor_parallel_size = 2 on the node and 1 on the master" in refused.reason
+    assert "enable_expert_parallel = False on the node" in master.refusal(hello(), "").reason
