@@ -5,6 +5,7 @@ Hosts share replicas (data_parallel_size_local), or one engine's workers (nnodes
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -89,7 +90,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=1,
             le=_LAST_PORT,
-            description="the master listens for rank r at this port + r",
+            description="the master listens for rank r at this port + r; with "
+            "enable_expert_parallel also at this port + data_parallel_size + r",
             extra={"short": "-dpp"},
         ),
     ] = 29550
@@ -122,20 +124,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"data_parallel_start_rank = {first}: this host's {num} replicas would end at rank "
                 f"{first + num - 1}, and the last of data_parallel_size = {size} is {size - 1}"
             )
-        if num < size and engine.lockstep:
+        if num < size and engine.lockstep and engine.device == "cuda":
             raise ConfigError(
-                f"data_parallel_size_local = {num}: with enable_expert_parallel all of "
-                f"data_parallel_size = {size} replicas must be on one host"
+                f"data_parallel_size_local = {num}: with enable_expert_parallel on device cuda all "
+                f"of data_parallel_size = {size} replicas must be on one host; on cpu they may be "
+                "on several"
             )
         if self.headless and num == size:
             raise ConfigError(
                 f"data_parallel_size_local = {num}: a headless host must leave at least one of "
                 f"data_parallel_size = {size} to the master"
             )
-        if num < size and self.data_parallel_rpc_port + size - 1 > _LAST_PORT:
+        ports = 2 * size if engine.lockstep else size
+        if num < size and self.data_parallel_rpc_port + ports - 1 > _LAST_PORT:
             raise ConfigError(
                 f"data_parallel_rpc_port = {self.data_parallel_rpc_port}: ranks 0 to {size - 1} "
-                f"take as many ports from there; it must be at most {_LAST_PORT - size + 1}"
+                f"take {ports} ports from there; it must be at most {_LAST_PORT - ports + 1}"
             )
         return range(first, first + num)
 
@@ -149,6 +153,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def node_port(self, node: int) -> int:
         return self.master_port + node - 1
+
+    def mirror_port_of(self, rank: int, size: int) -> int:
+        """Where the master's mirror listens for the host whose first rank this is, of `size`."""
+        return self.data_parallel_rpc_port + size + rank
 
     def keys(self) -> ClusterKeys | None:
         """None without a secret. Raises ConfigError as `read_secret`."""
@@ -240,3 +248,9 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     def num_links(self) -> int:
         """Hosts with which this one shares an engine directly: all talk to the master."""
         return 1 if self.config.node_rank else self.config.nnodes - 1
+
+    def next_session(self) -> ClusterPlace:
+        """The place in the next life of replicas that step together; a node is told its session."""
+        if self.config.headless:
+            return self
+        return msgspec.structs.replace(self, session=secrets.token_hex(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ringcast.mq.cluster_config import ClusterConfig, ClusterPlace
@@ -9,8 +10,8 @@ from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
 
 
-def engine(size: int) -> EngineConfig:
-    return build(EngineConfig, {"device": "fake", "data_parallel_size": size})
+def engine(size: int, **more) -> EngineConfig:
+    return build(EngineConfig, {"device": "fake", "data_parallel_size": size, **more})
 
 
 def config(**options) -> ClusterConfig:
@@ -45,6 +46,26 @@ def test_the_references_two_commands():
 def test_what_cannot_be_is_refused(options, reason):
     with pytest.raises(ConfigError, match=reason):
         config(**options).local_ranks(engine(4))
+
+
+def test_replicas_that_step_together_take_a_port_more_for_each_rank():
+    together = engine(4, enable_expert_parallel=True)
+    node = config(headless=True, data_parallel_size_local=2, data_parallel_start_rank=2)
+    assert node.local_ranks(together) == range(2, 4)
+    assert node.mirror_port_of(2, 4) == node.port_of(3) + 3
+    low = config(data_parallel_size_local=1, data_parallel_rpc_port=65530)
+    assert low.local_ranks(engine(4)) == range(1)
+    with pytest.raises(ConfigError, match=r"= 65530: ranks 0 to 3 take 8 ports .* at most 65528"):
+        low.local_ranks(together)
+
+
+def test_on_cuda_they_are_on_one_host():
+    together = engine(4, enable_expert_parallel=True)
+    msgspec.structs.force_setattr(together, "device", "cuda")
+    assert config().local_ranks(together) == range(4)
+    for headless in (False, True):
+        with pytest.raises(ConfigError, match=r"_local = 2: .* on device cuda all .* on one host"):
+            config(headless=headless, data_parallel_size_local=2).local_ranks(together)
 
 
 def test_only_a_secret_opens_an_address():
