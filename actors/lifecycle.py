@@ -5,6 +5,7 @@
     STARTING   | all actors are ready          | OPENING   | OpenDoor: clients get TopologyReady
     OPENING    | all clients listen            | SERVING   | Announce
     up to here | an actor died                 | FAILING   | TellFailed to clients; a short deadline
+    STARTING   | remote units can't be started | STOPPING  | TellFailed to clients; StopAll
     SERVING,   | an actor died                 | as it was | its unit is restarted, see below
     DRAINING   | once too often, or ConfigError| FAILING   | TellFailed to clients; a short deadline
     SERVING    | stop is asked for             | DRAINING  | Drain: clients refuse work; a deadline
@@ -228,6 +229,14 @@ class Lifecycle:
             case "silent" if key in self._unanswered.get(name, {}).values():
                 return self._kill([name], f"silent for {self._step_timeout:g} s (--step-timeout)")
         return []
+
+    def cannot_launch(self, error: str, user_error: bool) -> Sequence[Effect]:
+        """Whoever starts the remote units can't, ever. Once all serve that is no end: the others go
+        on."""
+        if self.state is not State.STARTING:
+            return []
+        self.exit_code = 2 if user_error else 1
+        return [TellFailed("launcher", error, "", user_error), *self._stop_all()]
 
     # Starting and ending
 

@@ -111,6 +111,10 @@ class Supervisor:
                 self._loop.remove_signal_handler(number)
             self._clean_up()
 
+    def cannot_launch(self, error: str, user_error: bool) -> None:
+        """Replicas of other hosts can't be started, ever. For while `run` does."""
+        self._apply(self._life.cannot_launch(error, user_error))
+
     # Starting
 
     def _make_lifecycle(self) -> ElasticLifecycle:
