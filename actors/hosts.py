@@ -29,6 +29,7 @@ from __future__ import annotations
 import msgspec
 
 from ..mq.cluster_config import ClusterPlace
+from ..mq.config import EngineConfig
 from . import topology
 from .topology import Channel
 
@@ -81,6 +82,26 @@ def counts_on(counts: dict[str, int], place: ClusterPlace | None) -> dict[str, i
     if counts.get(topology.LOCKSTEP):
         more["mirror"] = counts["scheduler"]
     return {**counts, **more}
+
+
+def engine_of_workers(
+    engine: EngineConfig, counts: dict[str, int], place: ClusterPlace | None
+) -> EngineConfig:
+    """The options as this host's workers have them: with the replicas that share its devices."""
+    num_here = topology.num_engines(counts) if place is None else place.num
+    if engine.lockstep or num_here == engine.data_parallel_size:
+        return engine
+    return msgspec.structs.replace(
+        engine, data_parallel_size=num_here, data_parallel_routing="score"
+    )
+
+
+def shares_memory(name: str, engine: EngineConfig, place: ClusterPlace | None) -> bool:
+    """Whether this actor maps what ranks tell each other things through."""
+    kind = name.partition(".")[0]
+    if kind == "gateway":
+        return place is not None and place.spans
+    return kind == "mirror" or (kind == "worker" and (engine.num_workers > 1 or engine.lockstep))
 
 
 def _of_an_engine(

@@ -6,6 +6,7 @@
     OPENING    | all clients listen            | SERVING   | Announce
     up to here | an actor died                 | FAILING   | TellFailed to clients; a short deadline
     up to here | a remote one lost its host    | as it was | its unit is restarted, see below
+    STARTING   | remote units can't be started | STOPPING  | TellFailed to clients; StopAll
     SERVING,   | an actor died                 | as it was | its unit is restarted, see below
     DRAINING   | once too often, or ConfigError| FAILING   | TellFailed to clients; a short deadline
     SERVING    | stop is asked for             | DRAINING  | Drain: clients refuse work; a deadline
@@ -44,12 +45,10 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 6. A client that dies while DRAINING stays down: it would have nothing to do.
 7. A replica, tokenizer or detokenizer that dies once too often, or by a ConfigError, is given up
    while there is another one: it stays down, and the rest goes on.
-8. A remote actor waits for another host (hosts.py). At the first start that may take
-   --startup-timeout; once the others serve, it may take any time, and however often the other host
-   is lost, nothing is given up for it. (A link that broke where hosts share an engine may have done
-   so by what its ranks compute, and counts as a death here.) What of its unit is here, if there is
-   something, has --startup-timeout from when all hosts are there. A node waits for any time at its
-   first start, too.
+8. A remote actor waits for another host (awaited.py). At the first start that may take
+   --startup-timeout, and any time on a node; once the others serve, it may take any time, and
+   however often the other host is lost, nothing is given up for it. What of its unit is here, if
+   there is something, has --startup-timeout from when all hosts are there.
 
 How units are added and removed while it is SERVING is elastic.py's.
 """
@@ -240,6 +239,13 @@ class Lifecycle:
                 return self._kill([name], f"silent for {self._step_timeout:g} s (--step-timeout)")
         return []
 
+    def cannot_launch(self, error: str, user_error: bool) -> Sequence[Effect]:
+        """Nobody can start the other hosts, ever. Once all serve that is no end."""
+        if self.state is not State.STARTING:
+            return []
+        self.exit_code = 2 if user_error else 1
+        return [TellFailed("launcher", error, "", user_error), *self._stop_all()]
+
     # Starting and ending
 
     def _if_all_ready(self) -> Sequence[Effect]:
@@ -311,11 +317,10 @@ class Lifecycle:
 
     def _can_do_without(self, unit: Unit) -> bool:
         """Whether this is one of several that do the same, and not the last one."""
-        kind = _kind(unit)
-        alike = [other for other in self._units if other is not unit and _kind(other) == kind]
+        alike = [other for other in self._units if other is not unit and other.kind == unit.kind]
         others = [other for other in alike if self._counts_on(other)]
         serves = self.state in (State.SERVING, State.DRAINING)
-        return serves and self._max_restarts > 0 and kind in _SPARED and bool(others)
+        return serves and self._max_restarts > 0 and unit.kind in _SPARED and bool(others)
 
     def _counts_on(self, unit: Unit) -> bool:
         """Whether this replica serves, or will again."""
@@ -486,10 +491,6 @@ class Lifecycle:
     def _timer(self, seconds: float, what: str) -> Timer:
         self._num_timers += 1
         return Timer(seconds, f"{what} {self._num_timers}")
-
-
-def _kind(unit: Unit) -> str:
-    return unit.name.partition(".")[0]
 
 
 def _is_told(actor: str) -> bool:

@@ -60,6 +60,10 @@ class Unit:
         self._ready_at: float | None = None
 
     @property
+    def kind(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
     def all_ready(self) -> bool:
         return len(self.ready) == len(self.actors)
 

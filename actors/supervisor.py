@@ -109,6 +109,10 @@ class Supervisor:
                 self._loop.remove_signal_handler(number)
             self._clean_up()
 
+    def cannot_launch(self, error: str, user_error: bool) -> None:
+        """Replicas of other hosts can't be started, ever. For while `run` does."""
+        self._apply(self._life.cannot_launch(error, user_error))
+
     # Starting
 
     def _make_lifecycle(self) -> ElasticLifecycle:
@@ -157,18 +161,9 @@ class Supervisor:
         kind = name.partition(".")[0]
         listen_fd = tallies_fd = -1
         engine = self._engine
-        num_here = topology.num_engines(self._counts)
-        if self._cluster is not None:
-            num_here = self._cluster.num
-        elsewhere = num_here != engine.data_parallel_size
-        if kind == "worker" and elsewhere and not engine.lockstep:
-            # Those that it shares this host with.
-            engine = msgspec.structs.replace(
-                engine, data_parallel_size=num_here, data_parallel_routing="score"
-            )
-        spans = self._cluster is not None and self._cluster.spans
-        shares = kind == "worker" and (engine.num_workers > 1 or engine.lockstep)
-        shares = shares or kind == "mirror" or (kind == "gateway" and spans)
+        if kind == "worker":
+            engine = hosts.engine_of_workers(engine, self._counts, self._cluster)
+        shares = hosts.shares_memory(name, engine, self._cluster)
         fds += [group_fd] if shares else []
         if self._listener is not None and self._tallies is not None and kind == "client":
             listen_fd, tallies_fd = self._listener.fileno(), self._tallies.fd

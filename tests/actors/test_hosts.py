@@ -49,6 +49,13 @@ def test_a_gateway_plays_the_scheduler_on_the_master():
     assert MASTER.target("scheduler.3") == topology.target("scheduler")
 
 
+def test_a_master_may_have_no_replica_at_all():
+    master = part(range(0), False)
+    assert not [name for name in master.instances if name.startswith("worker.")]
+    assert master.remote == tuple(f"scheduler.{rank}" for rank in range(4))
+    assert {"tokenizer.0", "detokenizer.0", "coordinator.0", "client.0"} <= set(master.instances)
+
+
 def test_a_nodes_engine_has_its_gateway_in_its_unit_and_nothing_else_is_there():
     assert NODE.units == {
         "engine.0": ("worker.0", "worker.1", "scheduler.0", "gateway.0"),

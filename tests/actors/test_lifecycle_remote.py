@@ -109,6 +109,19 @@ def test_who_asks_for_the_end_of_all_gets_it_with_its_exit_code():
     assert effects[-1] == fx.Exit(75)
 
 
+def test_who_cannot_launch_nodes_ends_the_start_and_nothing_later():
+    for user_error, code in ((True, 2), (False, 1)):
+        life = make()
+        life.begin(0.0)
+        life.ready("client.0", 1.0)
+        told, stop, *_ = life.cannot_launch("no Ray", user_error)
+        assert told == fx.TellFailed("launcher", "no Ray", "", user_error)
+        assert stop == fx.StopAll()
+        assert life.exit_code == code
+        assert life.cannot_launch("no Ray", user_error) == []
+    assert serving().cannot_launch("no Ray", True) == []
+
+
 # An engine of which a part is on another host
 
 
