@@ -17,6 +17,11 @@ master plays those of node k, on node k all whom these talk to:
     node 1                             [gateway.1] -> worker.1 -> [gateway.1]
 
 Names and numbers are the whole cluster's on every host. A gateway belongs to its engine's unit.
+
+Replicas that step together are one unit on each host, and all of these are one, too: each host has
+a mirror, which carries what its ranks write for the others to them (mirror.py), and ends with its
+unit when that can't be done any more. It has the number of its host's first rank. Engines become
+ready together, so the gateways' links come after the mirrors'.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from __future__ import annotations
 import msgspec
 
 from ..mq.cluster_config import ClusterPlace
+from ..mq.config import EngineConfig
 from . import topology
-from .topology import ENGINE, Channel
+from .topology import Channel
 
 _MASTER_GATEWAY = "ringcast.actors.master_gateway:MasterGateway"
 _RANKS_MASTER = "ringcast.actors.ranks_gateway:RanksMaster"
@@ -34,8 +40,8 @@ _RANKS_NODE = "ringcast.actors.ranks_gateway:RanksNode"
 
 class Part(msgspec.Struct, frozen=True):
     """One host's part. units: as topology.units. targets: of actors with another shell than their
-    kind's. remote: units whose work is done elsewhere. shared: units of which a part is elsewhere.
-    clients: who speaks for the outside. gateways: on a node, each scheduler's."""
+    kind's. remote: actors that wait for another host. patient: whether they may do so for any time
+    from the start. clients: who speaks for the outside. gateways: on a node, each scheduler's."""
 
     instances: tuple[str, ...]
     units: dict[str, tuple[str, ...]]
@@ -43,7 +49,7 @@ class Part(msgspec.Struct, frozen=True):
     clients: tuple[str, ...]
     targets: dict[str, str] = {}
     remote: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    patient: bool = False
     gateways: dict[str, str] = {}
 
     def target(self, name: str) -> str:
@@ -65,17 +71,37 @@ def part_of(counts: dict[str, int], place: ClusterPlace | None) -> Part:
 
 
 def counts_on(counts: dict[str, int], place: ClusterPlace | None) -> dict[str, int]:
-    """The counts of this host: with its gateways."""
+    """The counts as a host has them. Of one engine on several: a gateway for each node, numbered
+    like these (0 is nowhere). Else on a node a gateway for each replica; and a mirror for each that
+    could be a host's first one, if they step together."""
     if place is None:
         return counts
     if place.spans:
-        return {**counts, "gateway": place.config.nnodes}  # numbered like the nodes: 0 is nowhere
-    return node_counts(counts) if place.config.headless else counts
+        return {**counts, "gateway": place.config.nnodes}
+    more = {"gateway": counts["scheduler"]} if place.config.headless else {}
+    if counts.get(topology.LOCKSTEP):
+        more["mirror"] = counts["scheduler"]
+    return {**counts, **more}
 
 
-def node_counts(counts: dict[str, int]) -> dict[str, int]:
-    """The counts of a node: a gateway for each replica."""
-    return {**counts, "gateway": counts["scheduler"]}
+def engine_of_workers(
+    engine: EngineConfig, counts: dict[str, int], place: ClusterPlace | None
+) -> EngineConfig:
+    """The options as this host's workers have them: with the replicas that share its devices."""
+    num_here = topology.num_engines(counts) if place is None else place.num
+    if engine.lockstep or num_here == engine.data_parallel_size:
+        return engine
+    return msgspec.structs.replace(
+        engine, data_parallel_size=num_here, data_parallel_routing="score"
+    )
+
+
+def shares_memory(name: str, engine: EngineConfig, place: ClusterPlace | None) -> bool:
+    """Whether this actor maps what ranks tell each other things through."""
+    kind = name.partition(".")[0]
+    if kind == "gateway":
+        return place is not None and place.spans
+    return kind == "mirror" or (kind == "worker" and (engine.num_workers > 1 or engine.lockstep))
 
 
 def _of_an_engine(
@@ -107,12 +133,11 @@ def _of_an_engine(
         if others and real:
             kept.append(Channel(channel.name, writer, others, channel.messages))
     part = _part(counts, present, kept, "gateway." if here else "client.")
-    units = (f"{ENGINE}.0",)
     return msgspec.structs.replace(
         part,
         targets=dict.fromkeys(gateways, _RANKS_NODE if here else _RANKS_MASTER),
-        remote=units,
-        shared=units,
+        remote=tuple(name for name in present if name in gateways),
+        patient=here > 0,
     )
 
 
@@ -122,7 +147,7 @@ def _master(
     elsewhere = {
         name
         for name in everyone
-        if (engine := topology.engine_of(name, counts)) is not None and engine not in place.ranks
+        if topology.engine_of(name, counts) is not None and not _is_here(name, counts, place)
     }
     gateways = [name for name in everyone if name in elsewhere and name.startswith("scheduler.")]
     here = [name for name in everyone if name not in elsewhere or name in gateways]
@@ -131,14 +156,14 @@ def _master(
     return msgspec.structs.replace(
         part,
         targets=dict.fromkeys(gateways, _MASTER_GATEWAY),
-        remote=tuple(f"{ENGINE}.{topology.engine_of(name, counts)}" for name in gateways),
+        remote=(*_mirrors(here), *gateways),
     )
 
 
 def _node(
     counts: dict[str, int], place: ClusterPlace, everyone: list[str], channels: list[Channel]
 ) -> Part:
-    here = [name for name in everyone if topology.engine_of(name, counts) in place.ranks]
+    here = [name for name in everyone if _is_here(name, counts, place)]
     kept = []
     for channel in channels:
         ends = (channel.writer, *channel.readers)
@@ -149,7 +174,18 @@ def _node(
         played = [name if name in here else f"gateway.{engine}" for name in ends]
         kept.append(Channel(channel.name, played[0], tuple(played[1:]), channel.messages))
     gateways = {f"scheduler.{rank}": f"gateway.{rank}" for rank in place.ranks}
-    return msgspec.structs.replace(_part(counts, here, kept, "gateway."), gateways=gateways)
+    part, mirrors = _part(counts, here, kept, "gateway."), _mirrors(here)
+    return msgspec.structs.replace(part, gateways=gateways, remote=mirrors, patient=bool(mirrors))
+
+
+def _is_here(name: str, counts: dict[str, int], place: ClusterPlace) -> bool:
+    """Of an engine's actor."""
+    engine = topology.engine_of(name, counts)
+    return engine == place.first if name.startswith("mirror.") else engine in place.ranks
+
+
+def _mirrors(here: list[str]) -> tuple[str, ...]:
+    return tuple(name for name in here if name.startswith("mirror."))
 
 
 def _part(counts: dict[str, int], here: list[str], channels: list[Channel], clients: str) -> Part:

@@ -15,7 +15,7 @@ from .. import __version__
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError, JoinAgainError, NoMasterError
 from ..mq.fingerprint import fingerprint
-from ..mq.handshake import ALIKE, ALIKE_IN_NODES, PROTOCOL, Hello, Welcome
+from ..mq.handshake import ALIKE, ALIKE_IN_NODES, ALIKE_IN_STEP, PROTOCOL, Hello, Welcome, values_of
 from ..mq.link import LinkDialer
 
 _PATIENCE_SECONDS = 5.0  # until people are told that there is no answer yet
@@ -27,8 +27,8 @@ def hello_of(
 ) -> Hello:
     """What this host says of itself. session: that it has joined; "" to join one. nnodes: how many
     hosts share one engine; `ranks` is this one's number then."""
-    alike = ALIKE if nnodes == 1 else ALIKE_IN_NODES
-    options = {name: getattr(engine, name) for name in alike}
+    alike = (*ALIKE, *ALIKE_IN_STEP) if nnodes == 1 else ALIKE_IN_NODES
+    options = values_of(engine, alike)
     return Hello(
         protocol=PROTOCOL,
         version=__version__,

@@ -5,6 +5,8 @@
     STARTING   | all actors are ready          | OPENING   | OpenDoor: clients get TopologyReady
     OPENING    | all clients listen            | SERVING   | Announce
     up to here | an actor died                 | FAILING   | TellFailed to clients; a short deadline
+    up to here | a remote one lost its host    | as it was | its unit is restarted, see below
+    STARTING   | remote units can't be started | STOPPING  | TellFailed to clients; StopAll
     SERVING,   | an actor died                 | as it was | its unit is restarted, see below
     DRAINING   | once too often, or ConfigError| FAILING   | TellFailed to clients; a short deadline
     SERVING    | stop is asked for             | DRAINING  | Drain: clients refuse work; a deadline
@@ -37,17 +39,16 @@ A restart concerns a unit (topology.units) and nobody else. Its phases are in re
 3. Who becomes ready is brought up to date first: it is told of each unit that is not UP, and of
    each that died since it was started itself (and that this one is back). Its own unit is not UP,
    and so isn't asked for anything, before it has answered.
-4. Workers talk to nobody outside their unit, and are told nothing.
+4. Workers and mirrors talk to nobody outside their unit on this host, and are told nothing.
 5. Who doesn't answer within --step-timeout hangs and is killed, which is a death of its own. An
    external client can't be killed, and is waited for.
 6. A client that dies while DRAINING stays down: it would have nothing to do.
 7. A replica, tokenizer or detokenizer that dies once too often, or by a ConfigError, is given up
    while there is another one: it stays down, and the rest goes on.
-8. A remote unit's actor waits for another host (actors/master_gateway.py). At the first start that
-   may take --startup-timeout; once the others serve, it may take any time, and however often the
-   other host is lost, its replica isn't given up. Nor is a unit for the loss of its other part,
-   where it is shared by hosts (actors/ranks_gateway.py); of all other deaths it has only so many.
-   A host that has nothing but such a part waits for any time from the start.
+8. A remote actor waits for another host (awaited.py). At the first start that may take
+   --startup-timeout, and any time on a node; once the others serve, it may take any time, and
+   however often the other host is lost, nothing is given up for it. What of its unit is here, if
+   there is something, has --startup-timeout from when all hosts are there.
 
 How units are added and removed while it is SERVING is elastic.py's.
 """
@@ -57,6 +58,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 
+from .awaited import Awaited
 from .effects import (
     Announce,
     Drain,
@@ -94,8 +96,8 @@ class State(enum.Enum):
 class Lifecycle:
     """units: what is restarted together, by name, in starting order. clients: the names of all
     clients. external: those of them that are no children (the process of an `LLM`): the death of
-    one is a stop. remote: units whose work is done on another host; shared: those of them of which
-    a part is done here.
+    one is a stop. remote: actors that wait for another host. patient: whether they may do so for
+    any time at the first start, too.
 
     Times are in seconds. Every event returns what is to be done, in order.
     """
@@ -107,7 +109,7 @@ class Lifecycle:
         *,
         external: Iterable[str] = (),
         remote: Iterable[str] = (),
-        shared: Iterable[str] = (),
+        patient: bool = False,
         shutdown_timeout: float,
         max_restarts: int,
         startup_timeout: float,
@@ -119,8 +121,8 @@ class Lifecycle:
         self._unit_of = {actor: unit for unit in self._units for actor in unit.actors}
         self._clients = tuple(clients)
         self._external = tuple(external)
-        self._remote = frozenset(remote)
-        self._shared = frozenset(shared)
+        self._awaited = Awaited(remote, patient)
+        self._too_late = False  # the first start has taken too long
         self._not_listening = set(self._clients)
         self._not_drained: set[str] = set()
         self._unanswered: dict[str, dict[int, str]] = {}  # actor: {death: the timer for it}
@@ -140,21 +142,19 @@ class Lifecycle:
         """Start everything."""
         for unit in self._units:
             unit.started()
-        start = Start(tuple(self._unit_of))
-        if all(unit.name in self._shared for unit in self._units):
-            return [start]
-        return [start, Timer(self._startup_timeout, "startup")]
+        self._missed = {actor: set() for actor in self._unit_of}
+        timers = [] if self._awaited.patient else [Timer(self._startup_timeout, "startup")]
+        return [Start(tuple(self._unit_of)), *timers]
 
     def ready(self, actor: str, now: float) -> Sequence[Effect]:
         unit = self._unit_of.get(actor)
         if unit is None or unit.phase is not Phase.STARTING:
             return []
         unit.became_ready(actor, now)
-        if self.state is State.STARTING:
-            return self._if_all_ready()
-        if self._restarts:
-            return [*self._bring_up_to_date(actor), *self._settle()]
-        return []
+        if not self._restarts:
+            return []
+        timers = self._from_here(unit, actor)
+        return [*timers, *self._bring_up_to_date(actor), *self._settle(), *self._if_all_ready()]
 
     def listening(self, client: str) -> Sequence[Effect]:
         self._not_listening.discard(client)
@@ -169,7 +169,7 @@ class Lifecycle:
     def forgotten(self, actor: str, death: int) -> Sequence[Effect]:
         """An actor has answered PeersLost(death)."""
         self._unanswered.get(actor, {}).pop(death, None)
-        return self._settle()
+        return [*self._settle(), *self._if_all_ready()]
 
     def stop(self) -> Sequence[Effect]:
         """Somebody asked for the end: a signal, or the death of an external client."""
@@ -205,17 +205,16 @@ class Lifecycle:
         self._unanswered.pop(actor, None)
         self._missed.pop(actor, None)
         error = self._reasons.pop(actor, error)
-        if not self._restarts and self.state not in (State.STARTING, State.OPENING):
+        if not self._restarts:
             ended = self.drained(actor) if self.state is State.FAILING else self._if_gone()
             return [MarkDead((actor,)), *ended]
         if unit.phase is Phase.DOWN:
             return self._settle()
         self._num_deaths += 1
-        unit.went_down(Death(self._num_deaths, actor, error, traceback, from_outside), now)
+        death = Death(self._num_deaths, actor, error, traceback, from_outside)
+        unit.went_down(death, now, ours=not self._awaited.are_lost_by(death))
         if exit_code:
-            failed = self._fail(unit, user_error, exit_code)
-            # Ranks may wait for those of another host, and listen to nobody.
-            return [*failed, KillAll()] if unit.name in self._shared else failed
+            return self._fail(unit, user_error, exit_code)
         if self._is_final(unit, user_error):
             if not self._can_do_without(unit):
                 return self._fail(unit, user_error)
@@ -230,7 +229,7 @@ class Lifecycle:
             return []
         match what:
             case "startup" if not name:
-                return self._too_slow(self._units) if self.state is State.STARTING else []
+                return self._first_is_too_slow() if self.state is State.STARTING else []
             case "startup" if self._unit(name).death.number == int(number):
                 return self._too_slow([self._unit(name)])
             case "back-off" if self._unit(name).death.number == int(number):
@@ -240,9 +239,18 @@ class Lifecycle:
                 return self._kill([name], f"silent for {self._step_timeout:g} s (--step-timeout)")
         return []
 
+    def cannot_launch(self, error: str, user_error: bool) -> Sequence[Effect]:
+        """Nobody can start the other hosts, ever. Once all serve that is no end."""
+        if self.state is not State.STARTING:
+            return []
+        self.exit_code = 2 if user_error else 1
+        return [TellFailed("launcher", error, "", user_error), *self._stop_all()]
+
     # Starting and ending
 
     def _if_all_ready(self) -> Sequence[Effect]:
+        if self.state is not State.STARTING or any(self._unanswered.values()):
+            return []
         if not all(unit.all_ready for unit in self._units):
             return []
         for unit in self._units:
@@ -257,16 +265,11 @@ class Lifecycle:
         return []
 
     def _is_final(self, unit: Unit, user_error: bool) -> bool:
-        if not self._restarts:
-            return True
-        too_often = unit.deaths_in_a_row > self._max_restarts
-        return (user_error or too_often) and not self._is_elsewhere(unit)
-
-    def _is_elsewhere(self, unit: Unit) -> bool:
-        """Whether the unit has died of what is on another host."""
-        if unit.name in self._shared:
-            return unit.death.from_outside and unit.death.actor.startswith("gateway.")
-        return unit.name in self._remote
+        too_often = unit.our_deaths_in_a_row > self._max_restarts
+        if self.state in (State.STARTING, State.OPENING):
+            waits = self._awaited.has(unit.death.actor) and not too_often
+            return user_error or self._too_late or not waits
+        return (user_error or too_often) and not self._awaited.are_lost_by(unit.death)
 
     def _fail(self, unit: Unit, user_error: bool, exit_code: int = 0) -> Sequence[Effect]:
         self.exit_code = exit_code or (2 if user_error else 1)
@@ -277,14 +280,17 @@ class Lifecycle:
             MarkDead((death.actor,)),
             TellFailed(death.actor, error, death.traceback, user_error),
         ]
+        rest = unit.running.difference(self._clients)
+        if exit_code and rest:  # what may wait for the dead has nobody else to end it soon
+            effects.append(Kill(tuple(actor for actor in unit.actors if actor in rest)))
         if not self._not_drained:
             return [*effects, *self._stop_all()]
         return [*effects, self._deadline(FAIL_SECONDS)]
 
     def _reason(self, unit: Unit) -> str:
         error = unit.death.error
-        if not self._is_elsewhere(unit) and 0 < self._max_restarts < unit.deaths_in_a_row:
-            times = f"{unit.deaths_in_a_row} times in a row"
+        if 0 < self._max_restarts < unit.our_deaths_in_a_row:
+            times = f"{unit.our_deaths_in_a_row} times in a row"
             error += f"; {unit.name} has died {times} (--max-restarts {self._max_restarts})"
         return error
 
@@ -307,18 +313,18 @@ class Lifecycle:
 
     @property
     def _restarts(self) -> bool:
-        return self.state in (State.SERVING, State.DRAINING)
+        return self.state not in (State.FAILING, State.STOPPING, State.STOPPED)
 
     def _can_do_without(self, unit: Unit) -> bool:
         """Whether this is one of several that do the same, and not the last one."""
-        kind = _kind(unit)
-        alike = [other for other in self._units if other is not unit and _kind(other) == kind]
+        alike = [other for other in self._units if other is not unit and other.kind == unit.kind]
         others = [other for other in alike if self._counts_on(other)]
-        return self._restarts and self._max_restarts > 0 and kind in _SPARED and bool(others)
+        serves = self.state in (State.SERVING, State.DRAINING)
+        return serves and self._max_restarts > 0 and unit.kind in _SPARED and bool(others)
 
     def _counts_on(self, unit: Unit) -> bool:
         """Whether this replica serves, or will again."""
-        return not unit.given_up and (unit.phase is Phase.UP or unit.name not in self._remote)
+        return not unit.given_up and (unit.phase is Phase.UP or not self._awaited.any_in(unit))
 
     def _lose(self, unit: Unit) -> Sequence[Effect]:
         """A unit has gone DOWN: nobody counts on it from here on."""
@@ -365,7 +371,7 @@ class Lifecycle:
         if not _is_told(actor):
             return
         for unit in self._units:
-            if unit is self._unit_of[actor] or not unit.told:
+            if unit is self._unit_of[actor] or not unit.told or self._is_new(unit):
                 continue
             if unit.phase is not Phase.UP or unit.name in missed:
                 yield from self._tell_lost(unit, (actor,))
@@ -388,10 +394,25 @@ class Lifecycle:
                 unit.started()
                 self._missed |= {actor: set() for actor in unit.actors}
                 effects.append(Start(unit.actors))
-                if unit.name not in self._remote:
-                    key = f"startup {unit.name} {unit.death.number}"
-                    effects.append(Timer(self._startup_timeout, key))
+                if not self._awaited.any_in(unit):
+                    effects.append(self._startup_timer(unit))
         return effects
+
+    def _from_here(self, unit: Unit, actor: str) -> Iterator[Effect]:
+        """Who becomes ready may be the one that the rest of its unit has waited for."""
+        if unit.all_ready or not self._awaited.ends_with(unit, actor):
+            return
+        if not self._is_new(unit):
+            yield self._startup_timer(unit)
+        elif self._awaited.patient:
+            yield Timer(self._startup_timeout, "startup")
+
+    def _startup_timer(self, unit: Unit) -> Timer:
+        return Timer(self._startup_timeout, f"startup {unit.name} {unit.death.number}")
+
+    def _is_new(self, unit: Unit) -> bool:
+        """Whether this is the first start, and it has not died in it."""
+        return self.state is State.STARTING and not unit.death.number
 
     def _tell_back(self, unit: Unit) -> Iterator[Effect]:
         others = tuple(actor for actor in self._listeners() if actor not in unit.actors)
@@ -403,6 +424,7 @@ class Lifecycle:
     def _may_go_up(self, unit: Unit) -> bool:
         return (
             unit.phase is Phase.STARTING
+            and not self._is_new(unit)
             and unit.all_ready
             and not any(self._unanswered.get(actor) for actor in unit.actors)
         )
@@ -417,6 +439,11 @@ class Lifecycle:
             and not (self.state is State.DRAINING and set(self._clients) & set(unit.actors))
         )
 
+    def _first_is_too_slow(self) -> Sequence[Effect]:
+        self._too_late = True
+        down = [unit for unit in self._units if unit.phase is Phase.DOWN]
+        return self._fail(down[0], False) if down else self._too_slow(self._units)
+
     def _too_slow(self, units: Iterable[Unit]) -> Sequence[Effect]:
         late = [
             actor
@@ -425,12 +452,7 @@ class Lifecycle:
             if unit.phase is Phase.STARTING and actor not in unit.ready
         ]
         reason = f"not ready after {self._startup_timeout:g} s (--startup-timeout)"
-        gateways = [name for name in late if name.startswith("gateway.")]
-        elsewhere = self._remote - self._shared
-        if never := gateways or [n for n in late if self._unit_of[n].name in elsewhere]:
-            numbers = ", ".join(name.partition(".")[2] for name in never)
-            what = "as node" if gateways else "with rank"
-            reason += f"; no headless host has joined {what} {numbers}"
+        reason += self._awaited.who_never_came(late, self._unit_of)
         return self._kill(late, reason)
 
     def _kill(self, actors: list[str], reason: str) -> Sequence[Effect]:
@@ -471,9 +493,5 @@ class Lifecycle:
         return Timer(seconds, f"{what} {self._num_timers}")
 
 
-def _kind(unit: Unit) -> str:
-    return unit.name.partition(".")[0]
-
-
 def _is_told(actor: str) -> bool:
-    return not actor.startswith("worker.")
+    return not actor.startswith(("worker.", "mirror."))

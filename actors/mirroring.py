@@ -29,7 +29,7 @@ _LOOK_SECONDS = 5e-3  # while ranks are still to say what is where
 class Mirroring:
     """memory_fd: of the ranks, who may not be there yet. theirs, link: as of a Mirror; num_links:
     how many this host has. send: puts a record into the link to the other end's `take`; is_full:
-    whether it takes no more for now.
+    whether it takes no more for now. longest_nap: less where nobody says `wake`.
     """
 
     def __init__(
@@ -40,10 +40,12 @@ class Mirroring:
         num_links: int,
         send: Callable[[bytes], None],
         is_full: Callable[[], bool],
+        longest_nap: float = LONGEST_NAP,
     ) -> None:
         self._memory_fd, self._theirs, self._link = memory_fd, theirs, link
         self._num_links = num_links
         self._send, self._is_full = send, is_full
+        self._longest_nap = longest_nap
         self._mirror: Mirror | None = None
         self._has_greeted = False
         self._early: list[bytes] = []  # what has come before our ranks have said what is where
@@ -105,7 +107,7 @@ class Mirroring:
             self._send(payload)
             self._moved_at = time.perf_counter()
         quiet = time.perf_counter() - self._moved_at
-        nap = min(max(quiet * NAP_SHARE, SHORTEST_NAP), LONGEST_NAP)
+        nap = min(max(quiet * NAP_SHARE, SHORTEST_NAP), self._longest_nap)
         if nap > _BLOCKING_NAP:
             timer = asyncio.get_running_loop().call_later(nap, self._awake.set)
             await self._awake.wait()

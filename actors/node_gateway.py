@@ -12,6 +12,9 @@ does the engine, whose requests have been taken over elsewhere; the next one joi
     no answer for that long                        | ends, and its host with it: exit status 1
     "join again"                                   | ends, and its host joins again
     refused                                        | ends, and its host with it: exit status 2
+
+Where replicas step together, its link is lost with the whole unit, on all hosts: this host joins
+again then, with whatever lives next.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ..mq import codec, messages, supervision
-from ..mq.errors import ChannelError, CorruptRecordError, NodeLostError
+from ..mq.errors import ChannelError, CorruptRecordError, JoinAgainError, NodeLostError
 from ..mq.handshake import Bye
 from ..mq.link import LinkDialer
 from ..mq.link_core import Record
@@ -120,7 +123,10 @@ class NodeGateway(Actor):
         self.links.resume()
 
     def on_link_lost(self, error: ChannelError) -> None:
-        self.stop(NodeLostError(str(error), from_outside=True))
+        if self.boot.engine.lockstep:
+            self.stop(JoinAgainError(str(error)))
+        else:
+            self.stop(NodeLostError(str(error), from_outside=True))
 
     def _on_handed_on(self, record: Record) -> None:
         if self._link is not None:

@@ -56,8 +56,12 @@ class Unit:
         self.told = True  # the others of its last death
         self.backing_off = False
         self.given_up = False  # it stays DOWN
-        self.deaths_in_a_row = 0
+        self.deaths_in_a_row = self.our_deaths_in_a_row = 0
         self._ready_at: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(".")[0]
 
     @property
     def all_ready(self) -> bool:
@@ -73,10 +77,13 @@ class Unit:
         if self.all_ready:
             self._ready_at = now
 
-    def went_down(self, death: Death, now: float) -> None:
-        """The first of its processes is reaped; `running` are those that remain to be."""
-        steady = self._ready_at is not None and now - self._ready_at >= STEADY_SECONDS
-        self.deaths_in_a_row = 1 if steady else self.deaths_in_a_row + 1
+    def went_down(self, death: Death, now: float, ours: bool = True) -> None:
+        """The first of its processes is reaped; `running` are those that remain to be. ours: its
+        reason is on this host."""
+        if self._ready_at is not None and now - self._ready_at >= STEADY_SECONDS:
+            self.deaths_in_a_row = self.our_deaths_in_a_row = 0
+        self.deaths_in_a_row += 1
+        self.our_deaths_in_a_row += ours
         self.phase = Phase.DOWN
         self.death = death
         self.ready.clear()

@@ -63,8 +63,7 @@ class Supervisor:
         self._listener = listener
         self._external = external
         self._cluster = cluster
-        self._counts = topology.counts_of(engine, server)
-        self._counts = hosts.counts_on(self._counts, cluster)
+        self._counts = hosts.counts_on(topology.counts_of(engine, server), cluster)
         self._part = hosts.part_of(self._counts, cluster)
         self._children: dict[str, Child] = {}
         self._tallies = Tallies.create(Shape.of(server)) if server is not None else None
@@ -110,6 +109,10 @@ class Supervisor:
                 self._loop.remove_signal_handler(number)
             self._clean_up()
 
+    def cannot_launch(self, error: str, user_error: bool) -> None:
+        """Replicas of other hosts can't be started, ever. For while `run` does."""
+        self._apply(self._life.cannot_launch(error, user_error))
+
     # Starting
 
     def _make_lifecycle(self) -> ElasticLifecycle:
@@ -125,7 +128,7 @@ class Supervisor:
             clients,
             external=external,
             remote=self._part.remote,
-            shared=self._part.shared,
+            patient=self._part.patient,
             shutdown_timeout=0.0 if self._external is not None else self._engine.shutdown_timeout,
             max_restarts=self._engine.max_restarts,
             startup_timeout=self._engine.startup_timeout,
@@ -137,6 +140,8 @@ class Supervisor:
         for name in again:
             self._restarts[name] = self._restarts.get(name, 0) + 1
         self._channels.revive(again)
+        if self._cluster is not None and any(name.startswith("mirror.") for name in names):
+            self._cluster = self._cluster.next_session()
         groups: dict[int | None, int] = {}
         for name in names:
             group = self._group_of(name)
@@ -156,18 +161,10 @@ class Supervisor:
         kind = name.partition(".")[0]
         listen_fd = tallies_fd = -1
         engine = self._engine
-        num_here = topology.num_engines(self._counts)
-        if self._cluster is not None:
-            num_here = self._cluster.num
-        if kind == "worker" and num_here != engine.data_parallel_size:
-            # Those that it shares this host with.
-            engine = msgspec.structs.replace(
-                engine, data_parallel_size=num_here, data_parallel_routing="score"
-            )
-        spans = self._cluster is not None and self._cluster.spans
-        is_rank = kind == "worker" and (engine.num_workers > 1 or engine.lockstep)
-        is_rank = is_rank or (kind == "gateway" and spans)
-        fds += [group_fd] if is_rank else []
+        if kind == "worker":
+            engine = hosts.engine_of_workers(engine, self._counts, self._cluster)
+        shares = hosts.shares_memory(name, engine, self._cluster)
+        fds += [group_fd] if shares else []
         if self._listener is not None and self._tallies is not None and kind == "client":
             listen_fd, tallies_fd = self._listener.fileno(), self._tallies.fd
             fds += [listen_fd, tallies_fd]
@@ -182,7 +179,7 @@ class Supervisor:
                 spec=self._spec,
                 endpoints=endpoints,
                 counts=self._counts,
-                group_fd=group_fd if is_rank else -1,
+                group_fd=group_fd if shares else -1,
                 server=self._server,
                 listen_fd=listen_fd,
                 tallies_fd=tallies_fd,

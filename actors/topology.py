@@ -48,6 +48,7 @@ class EdgeRow(msgspec.Struct, frozen=True):
 # In starting order: the slowest to become ready comes first.
 ACTORS = (
     ActorRow("worker", "ringcast.actors.worker:Worker", ENGINE),
+    ActorRow("mirror", "ringcast.actors.mirror:Mirror", ENGINE, 0),  # see hosts.py
     ActorRow("client", "ringcast.frontend.http.actor:ApiServer", "client"),
     ActorRow("tokenizer", "ringcast.actors.tokenizer:Tokenizer", "tokenizer"),
     ActorRow("detokenizer", "ringcast.actors.detokenizer:Detokenizer", "detokenizer"),

@@ -64,7 +64,15 @@ class Worker:
         self._control = control
         self._rank = topology.rank_of(boot.actor, boot.counts)
         engine = topology.engine_of(boot.actor, boot.counts) or 0
-        self._engine = engine if boot.cluster is None else engine - boot.cluster.first
+        self._others: OtherHosts | None = None
+        if boot.cluster is not None and boot.cluster.spans:
+            num_here = boot.engine.num_workers // boot.cluster.config.nnodes
+            self._others = OtherHosts(boot.cluster.num_links, num_here)
+        elif boot.cluster is not None and boot.engine.lockstep:
+            self._others = OtherHosts(1, boot.cluster.num * boot.engine.num_workers)
+        elif boot.cluster is not None:
+            engine -= boot.cluster.first
+        self._engine = engine
         self._plans: Receiver
         self._outputs: Sender
         for endpoint in boot.endpoints:
@@ -85,12 +93,8 @@ class Worker:
 
     def run(self) -> None:
         boot = self._boot
-        others = None
-        if boot.cluster is not None and boot.cluster.spans:
-            num_here = boot.engine.num_workers // boot.cluster.config.nnodes
-            others = OtherHosts(boot.cluster.num_links, num_here)
         place = self._rank, boot.group_fd, self._engine
-        runner = make_runner(boot.engine, boot.spec, *place, others)
+        runner = make_runner(boot.engine, boot.spec, *place, self._others)
         ready = runner.load(lambda what, done, total: self._report(what, done, total))
         self._answer(ready)
         self._control.send(supervision.ActorReady({} if self._rank else runner.details()))

@@ -94,6 +94,8 @@ class CpuModelRunner:
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
+        if self._replicas is not None:
+            self._replicas.agree(layout.dtype.itemsize, layout.padded(declared.hidden_size))
         compiled = time.perf_counter()
         self._batch = InputBatch(
             config.max_num_seqs,
@@ -235,10 +237,10 @@ class CpuModelRunner:
 
     def _join(self, hidden_size: int) -> Place:
         config = self._config
+        num_links = self._others.num_links
         if not config.lockstep:
-            num_links = self._others.num_links
             return join(config, self._rank, self._group_fd, hidden_size, num_links)
-        self._replicas = Replicas(config, self._rank, self._engine, self._group_fd)
+        self._replicas = Replicas(config, self._rank, self._engine, self._group_fd, num_links)
         return Place(self._replicas.all, self._replicas.own, Stage(), None)
 
     def _compile(self, dtype: torch.dtype, progress: Progress) -> None:

@@ -30,7 +30,7 @@ from ..mq import codec, messages
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.errors import ConfigError
 from ..mq.kv_groups import spec_of
-from .runner import Done
+from .runner import Done, OtherHosts
 
 DEFAULT_NUM_BLOCKS = 1024
 STEP_SECONDS = "RINGCAST_FAKE_STEP_SECONDS"
@@ -130,11 +130,13 @@ class FakeModelRunner:
         rank: int = 0,
         group_fd: int = -1,
         engine: int = 0,
+        others: OtherHosts | None = None,
     ) -> None:
         self._config = config
         self._spec = spec
         self._rank = rank
         self._group_fd, self._engine = group_fd, engine
+        self._num_links = others.num_links if others is not None else 0
         self._leave: Callable[[], None] = lambda: None
         self._num_blocks = config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
         self._kv = np.zeros((self._num_blocks, config.block_size), dtype=np.uint64)
@@ -172,7 +174,8 @@ class FakeModelRunner:
         from .lockstep import Replicas, compile_kernels  # with torch, which isn't needed otherwise
 
         compile_kernels()
-        replicas = Replicas(self._config, self._rank, self._engine, self._group_fd)
+        place = self._rank, self._engine, self._group_fd
+        replicas = Replicas(self._config, *place, self._num_links)
         self.meet = lambda place, num_tokens: replicas.meet(place, num_tokens).any_work
         self._leave = replicas.leave
 

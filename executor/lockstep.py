@@ -11,7 +11,8 @@ goes to no expert. Each rank computes all tokens for the experts that it has, al
 results, and each goes on with its own replica's rows.
 
 Several groups share the ranks' memory, one after another: all; and if T > 1, the T ranks of each
-replica, and for each rank in a replica those of all replicas that have it.
+replica, and for each rank in a replica those of all replicas that have it. Where the replicas are
+on several hosts, each host has a copy, which mirrors keep alike (mirror.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..kernels.cpu import exchange
 from ..kernels.cpu.experts import pad_kernel
 from ..kernels.cpu.openmp import Kernel, Launch
 from ..mq.config import EngineConfig
+from ..mq.errors import ConfigError
 from ..mq.messages import WaveStep
 from .mirror import Exchange
 from .parallel import Alone, Group, HostGroup, map_parts
@@ -41,7 +43,7 @@ class Meeting(NamedTuple):
 
 
 class Replicas:
-    """One rank's view of the replicas of a host. own: the group of its replica's ranks.
+    """One rank's view of the replicas. own: the group of its replica's ranks.
 
     tokens, most and rows: of the step, int64 [N], [1] (P) and [1] (P x N).
     """
@@ -71,6 +73,14 @@ class Replicas:
         self.tokens, self.most = np.zeros(num, np.int64), np.zeros(1, np.int64)
         self.rows = np.zeros(1, np.int64)
         self.meetings = 0
+
+    def agree(self, element_bytes: int, width: int) -> None:
+        """Rows of tokens are the same bytes on all ranks, or they would be taken for others.
+
+        Raises ConfigError that says who has what.
+        """
+        heard = self.all.all_gather(np.array([element_bytes, width], np.int32))[:: self._ranks]
+        check_rows(heard)
 
     @staticmethod
     def kernels() -> list[Kernel]:
@@ -123,6 +133,19 @@ class Replicas:
     def leave(self) -> None:
         for group in (self.own, self._across, self.all):
             group.leave()
+
+
+def check_rows(rows: np.ndarray) -> None:
+    """int32 [N, 2]: of each replica, an element's bytes and a row's elements."""
+    if (rows != rows[0]).any():
+        said = "; ".join(
+            f"replica {n} has rows of {width} numbers of {size} bytes"
+            for n, (size, width) in enumerate(rows.tolist())
+        )
+        raise ConfigError(
+            f"enable_expert_parallel = True: {said}; all must have the same, so set --dtype where "
+            "hosts have processors of different kinds"
+        )
 
 
 def compile_kernels() -> None:

@@ -51,8 +51,8 @@ _SPINS = "4000"
 
 
 class OtherHosts(NamedTuple):
-    """Of an engine on several hosts. num_links: with how many this one shares the ranks' memory
-    (mirror.py). num_here: workers that are here.
+    """Of an engine on several hosts, or of replicas that step together. num_links: for how many
+    mirrors the ranks' memory waits (mirror.py). num_here: workers that are here.
     """
 
     num_links: int
@@ -167,7 +167,7 @@ def make_runner(
     place: dict[str, object] = {"group_fd": group_fd} if config.device in PARALLEL else {}
     if config.device == "cuda" or config.lockstep:
         place["engine"] = engine
-    if config.device == "cpu":
+    if config.device == "cpu" or (config.device == "fake" and config.lockstep):
         place["others"] = others
     if spec.pooling is not None:
         _check_pooling(config)

@@ -5,7 +5,8 @@ Hosts share replicas (data_parallel_size_local), or one engine's workers (nnodes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import secrets
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +32,22 @@ _OF_SEVERAL_NODES = ("node_rank", "master_addr", "master_port")
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one host is told of the others. Replicas have *ranks*, counted over all hosts."""
 
+    launcher: Annotated[
+        Literal["local", "ray"],
+        Meta(
+            description="who starts the replicas that aren't on this host: local, people, by "
+            "ringcast serve --headless there; ray, a Ray cluster, as Ray finds room for them "
+            "(pip install 'ringcast[ray]')",
+            extra={"short": "--data-parallel-backend"},
+        ),
+    ] = "local"
+    ray_address: Annotated[
+        str,
+        Meta(
+            description="the Ray cluster: auto is the one that this host is a node of, HOST:PORT "
+            "is one by its head, local starts one on this host alone. Launcher ray alone"
+        ),
+    ] = "auto"
     headless: Annotated[
         bool,
         Meta(description="serve no HTTP: this host's replicas, or workers, join the master"),
@@ -66,9 +83,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(ge=1, le=_LAST_PORT, description="node 0 listens for node k at this port + k - 1"),
     ] = 29501
     data_parallel_size_local: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="replicas on this host, of the data_parallel_size on all; all by default",
+            description="replicas on this host, of the data_parallel_size on all; by default all, "
+            "and with launcher ray none that Ray hasn't placed there",
             extra={"short": "-dpl"},
         ),
     ] = None
@@ -80,7 +98,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(
             description="the master's address: it listens there for headless hosts; any but a "
-            "loopback address needs cluster_secret_file",
+            "loopback address needs cluster_secret_file; with launcher ray it is the one that Ray "
+            "knows, unless given",
             extra={"short": "-dpa"},
         ),
     ] = "127.0.0.1"
@@ -89,7 +108,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=1,
             le=_LAST_PORT,
-            description="the master listens for rank r at this port + r",
+            description="the master listens for rank r at this port + r; with "
+            "enable_expert_parallel also at this port + data_parallel_size + r",
             extra={"short": "-dpp"},
         ),
     ] = 29550
@@ -116,26 +136,39 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         size, first = engine.data_parallel_size, self.data_parallel_start_rank
         num = self.data_parallel_size_local
         if num is None:
-            num = size
+            num = 0 if self.launcher == "ray" else size
+        self._check_launcher(engine, num)
         if first + num > size:
             raise ConfigError(
                 f"data_parallel_start_rank = {first}: this host's {num} replicas would end at rank "
                 f"{first + num - 1}, and the last of data_parallel_size = {size} is {size - 1}"
             )
-        if num < size and engine.lockstep:
+        if num < size and engine.lockstep and engine.device == "cuda":
             raise ConfigError(
-                f"data_parallel_size_local = {num}: with enable_expert_parallel all of "
-                f"data_parallel_size = {size} replicas must be on one host"
+                f"data_parallel_size_local = {num}: with enable_expert_parallel on device cuda all "
+                f"of data_parallel_size = {size} replicas must be on one host; on cpu they may be "
+                "on several"
             )
-        if self.headless and num == size:
+        if engine.lockstep and num == (size if self.headless else 0):
+            raise ConfigError(
+                f"data_parallel_size_local = {num}: with enable_expert_parallel each host must "
+                f"have some of data_parallel_size = {size} replicas, the master, too"
+            )
+        if self.headless and num == 0:
+            raise ConfigError(
+                "data_parallel_size_local = 0: a headless host has nothing but replicas; it must "
+                "be 1 or more"
+            )
+        if self.headless and num == size and self.data_parallel_size_local is None:
             raise ConfigError(
                 f"data_parallel_size_local = {num}: a headless host must leave at least one of "
                 f"data_parallel_size = {size} to the master"
             )
-        if num < size and self.data_parallel_rpc_port + size - 1 > _LAST_PORT:
+        ports = 2 * size if engine.lockstep else size
+        if num < size and self.data_parallel_rpc_port + ports - 1 > _LAST_PORT:
             raise ConfigError(
                 f"data_parallel_rpc_port = {self.data_parallel_rpc_port}: ranks 0 to {size - 1} "
-                f"take as many ports from there; it must be at most {_LAST_PORT - size + 1}"
+                f"take {ports} ports from there; it must be at most {_LAST_PORT - ports + 1}"
             )
         return range(first, first + num)
 
@@ -144,11 +177,52 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         share = num_workers // self.nnodes
         return range(node * share, (node + 1) * share)
 
+    def _check_launcher(self, engine: EngineConfig, num_local: int) -> None:
+        if self.launcher == "local":
+            if self.ray_address != "auto":
+                raise ConfigError(f"ray_address = {self.ray_address!r}: needs launcher = 'ray'")
+            return
+        if self.headless:
+            raise ConfigError(
+                "launcher = 'ray': of no use on a headless host; it is the master's, which has Ray "
+                "start the others"
+            )
+        if engine.lockstep:
+            raise ConfigError(
+                "launcher = 'ray': with enable_expert_parallel and several replicas, which step "
+                "together, it must be 'local'"
+            )
+        if "://" in self.ray_address:
+            raise ConfigError(
+                f"ray_address = {self.ray_address!r}: must be auto, local or HOST:PORT; the master "
+                "has to run on a node of the Ray cluster, and not through Ray Client"
+            )
+        if num_local >= engine.data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_size_local = {num_local}: with launcher = 'ray' it must be less "
+                f"than data_parallel_size = {engine.data_parallel_size}; else Ray has none to place"
+            )
+        if num_local and engine.device == "cuda":
+            raise ConfigError(
+                f"data_parallel_size_local = {num_local}: with launcher = 'ray' on device cuda it "
+                "must be 0; Ray doesn't know the devices of replicas that it hasn't placed, and "
+                "places others there"
+            )
+        if engine.device == "cpu" and engine.num_threads is None:
+            raise ConfigError(
+                "launcher = 'ray': on device cpu needs num_threads; Ray is asked for so many CPUs "
+                "for each worker"
+            )
+
     def port_of(self, rank: int) -> int:
         return self.data_parallel_rpc_port + rank
 
     def node_port(self, node: int) -> int:
         return self.master_port + node - 1
+
+    def mirror_port_of(self, rank: int, size: int) -> int:
+        """Where the master's mirror listens for the host whose first rank this is, of `size`."""
+        return self.data_parallel_rpc_port + size + rank
 
     def keys(self) -> ClusterKeys | None:
         """None without a secret. Raises ConfigError as `read_secret`."""
@@ -166,7 +240,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _spans_nodes(self, engine: EngineConfig) -> bool:
         """Whether nnodes share one engine. Raises ConfigError for what can't be."""
-        num, workers = self.nnodes, engine.num_workers
+        num, workers, local = self.nnodes, engine.num_workers, self.data_parallel_size_local
         if num == 1:
             self._refuse(_OF_SEVERAL_NODES, "means nothing with nnodes = 1")
             return False
@@ -196,7 +270,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         for option, value, accepted in (
             ("data_parallel_size", engine.data_parallel_size, 1),
-            ("data_parallel_size_local", self.data_parallel_size_local or 1, 1),
+            ("data_parallel_size_local", 1 if local is None else local, 1),
+            ("launcher", self.launcher, "local"),
+            ("ray_address", self.ray_address, "auto"),
             ("torch_profiler_dir", engine.torch_profiler_dir, None),
         ):
             if value != accepted:
@@ -240,3 +316,9 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     def num_links(self) -> int:
         """Hosts with which this one shares an engine directly: all talk to the master."""
         return 1 if self.config.node_rank else self.config.nnodes - 1
+
+    def next_session(self) -> ClusterPlace:
+        """The place in the next life of replicas that step together; a node is told its session."""
+        if self.config.headless:
+            return self
+        return msgspec.structs.replace(self, session=secrets.token_hex(8))

@@ -12,8 +12,10 @@ Where hosts share one engine (nnodes), "rank" is the node's number: there is one
 node, and a node attaches at once, since its workers load together with the others. What its link
 carries is the plans, the workers' answers, and what ranks tell each other (executor/mirror.py).
 
-A session is one life of the master's supervisor. Who attaches has joined in the same session, so it
-has that session's options and clock; a node that joined an earlier one is refused, and joins again.
+A session is one life of the master's supervisor, or where replicas step together one life of all of
+them. Who attaches has joined in the same session, so it has that session's options and clock; a
+node that joined an earlier one is refused, and joins again. The mirror of a node whose replicas
+step with others attaches first, and for all of its ranks, to the master's mirror.
 A Hello is repeated until it is answered, so its answer may come twice: `nonce` tells which it is.
 
 Who is refused may be welcome another time: `then` says what to do.
@@ -64,19 +66,23 @@ FROM_MASTER = (
 )
 # What a node has to be given alike: it is code, which a node doesn't take from elsewhere, or a
 # choice of parts that have to fit.
-ALIKE = ("logits_processors", "skip_tokenizer_init", "data_parallel_size", "device")
-# Likewise, of those that share one engine; and nnodes.
-ALIKE_IN_NODES = (
-    *ALIKE,
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
+ALIKE = (
+    "logits_processors",
+    "skip_tokenizer_init",
+    "data_parallel_size",
     "enable_expert_parallel",
+    "device",
 )
+# Likewise, where replicas step together.
+ALIKE_IN_STEP = ("tensor_parallel_size", "enable_eplb", "eplb_config")
+# Likewise, of those that share one engine; and nnodes.
+ALIKE_IN_NODES = (*ALIKE, *ALIKE_IN_STEP, "pipeline_parallel_size")
 
 
 class Hello(Message, tag="hello"):
     """attach: for the link of rank `start_rank` alone. num_ranks: that this node has. session: that
-    it joined, "" before. options: those in ALIKE, as this node has them."""
+    it joined, "" before. options: those in ALIKE and ALIKE_IN_STEP, or in ALIKE_IN_NODES and
+    nnodes, as this node has them."""
 
     protocol: int
     version: str
@@ -120,6 +126,11 @@ class Bye(Message, tag="bye"):
 
 HandshakeMessage = Hello | Welcome | Refused
 LinkMessage = PeersGone | Statistics | Bye
+
+
+def values_of(engine: EngineConfig, names: tuple[str, ...]) -> dict[str, Any]:
+    """As they are once they have travelled."""
+    return {name: msgspec.to_builtins(getattr(engine, name)) for name in names}
 
 
 class Master(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +207,7 @@ class Master(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def _alike(self) -> dict[str, Any]:
-        return {name: getattr(self.engine, name) for name in ALIKE}
+        return values_of(self.engine, (*ALIKE, *(ALIKE_IN_STEP if self.engine.lockstep else ())))
 
 
 class NodesMaster(Master, frozen=True, kw_only=True):
@@ -214,5 +225,4 @@ class NodesMaster(Master, frozen=True, kw_only=True):
         return ""
 
     def _alike(self) -> dict[str, Any]:
-        engine = {name: getattr(self.engine, name) for name in ALIKE_IN_NODES}
-        return {"nnodes": self.nnodes, **engine}
+        return {"nnodes": self.nnodes, **values_of(self.engine, ALIKE_IN_NODES)}

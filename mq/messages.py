@@ -12,8 +12,8 @@ One request's way, with the edge (actors/topology.py) that carries each message:
     worker -> scheduler       WorkerReady, StepOutput (only the output rank answers a step)
     scheduler -> detokenizer  OpenStream, StreamStep, Ping, ResetPrefixCache
     detokenizer -> scheduler  StopStream (a stop string was found)
-    gateway -> scheduler      PeersGone, on another host, in the place of either; the scheduler
-                              answers PeersGoneHeard (actors/master_gateway.py)
+    gateway -> scheduler      PeersGone, on another host, in the place of any of its peers; the
+                              scheduler answers PeersGoneHeard (actors/master_gateway.py)
     detokenizer -> client     Chunks (the last chunk of a choice carries its Finish), Ping,
                               ResetPrefixCache
     scheduler -> coordinator  Load, where there are several schedulers (data parallelism)
@@ -494,4 +494,4 @@ class AskWave(Message, tag="ask_wave"):
     """From a coordinator that has just started. Answered by a WantWave, if there is one."""
 
 
-CoordinatorToScheduler = StartWave | AskWave
+CoordinatorToScheduler = StartWave | AskWave | PeersGone

@@ -28,9 +28,8 @@ from tiny_model import make_tiny_model
 from ringcast import SamplingParams
 from ringcast.executor.cpu_decoder import CpuDecoder
 from ringcast.executor.layers import Layout
-from ringcast.executor.lockstep import check_places
+from ringcast.executor.lockstep import check_places, check_rows
 from ringcast.executor.models import find_model
-from ringcast.mq.cluster_config import ClusterConfig
 from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
 
@@ -152,16 +151,21 @@ def test_devices_are_dealt_experts_in_one_way():
         build(EngineConfig, {"device": "cuda", "tensor_parallel_size": 2, **TOGETHER})
 
 
-def test_all_replicas_must_be_on_one_host():
-    engine = build(EngineConfig, {"device": "fake", **TOGETHER})
-    with pytest.raises(ConfigError, match="all of data_parallel_size = 2 replicas must be on one"):
-        build(ClusterConfig, {"data_parallel_size_local": 1}).local_ranks(engine)
+def test_rows_of_other_bytes_are_refused():
+    """As hosts with processors of different kinds would have them."""
+    with pytest.raises(ConfigError, match="replica 1 has rows of 64 numbers of 4 bytes; all must"):
+        check_rows(np.array([(2, 64), (4, 64)], np.int32))
+    check_rows(np.array([(2, 64)] * 3, np.int32))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    return make_served_mixture(tmp_path_factory.mktemp("served"))
+
+
+def make_served_mixture(folder):
     """A folder with a tokenizer and weights."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("served"))
+    folder = make_tiny_model(folder)
     config = json.loads((folder / "config.json").read_text()) | EXPERTS
     (folder / "config.json").write_text(json.dumps(config))
     weights = RandomWeights()

@@ -12,7 +12,7 @@ import socket
 import subprocess
 
 import pytest
-from serving import command, serve
+from serving import command, serve, until
 from tiny_model import make_tiny_model
 
 NUM_TOKENS = 40
@@ -92,6 +92,7 @@ def test_a_node_leaves_in_order_and_a_stranger_is_refused(model, options, tmp_pa
         assert other.wait(20) == 2
         refusal = "pipeline_parallel_size = 2 on the node and 1 on the master: must be alike"
         assert refusal in (tmp_path / "other").read_text()
+        until(lambda: "node 1 ready in" in log.read_text())  # before, it has nothing to leave
         first.send_signal(signal.SIGTERM)
         assert first.wait(20) == 0
         status, said = server.end()

@@ -63,6 +63,24 @@ def read_options(args: argparse.Namespace, kind: type[T]) -> T:
 
     Raises ConfigError that names the option at fault, and the file if it is in there.
     """
+    in_file, given = _given(args, kind)
+    try:
+        return build(kind, {**in_file, **given})
+    except ConfigError:
+        _check_file(args, in_file, kind)
+        raise
+
+
+def given_options(args: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """What the command line and its --config file say of `kind`, without any default."""
+    in_file, given = _given(args, kind)
+    return {**in_file, **given}
+
+
+def _given(
+    args: argparse.Namespace, kind: type[msgspec.Struct]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(in the --config file, on the command line)"""
     names = {field.name for field in _fields(kind)}
     in_file = {k: v for k, v in _read_file(args).items() if k in names}
     given = {k: v for k, v in vars(args).items() if k in names}
@@ -71,11 +89,7 @@ def read_options(args: argparse.Namespace, kind: type[T]) -> T:
         if given.get("model", argument) != argument:
             raise ConfigError(f"two models: {argument!r} and --model {given['model']!r}")
         given["model"] = argument
-    try:
-        return build(kind, {**in_file, **given})
-    except ConfigError:
-        _check_file(args, in_file, kind)
-        raise
+    return in_file, given
 
 
 def _check_file(args: argparse.Namespace, options: dict[str, Any], kind: type[T]) -> None:

@@ -26,8 +26,9 @@ from ..http.tls import make_context
 from ..hub import resolve_model
 from ..metrics.span_exporter import check as check_traces
 from .headless import run_node
-from .options import add_options, read_options
+from .options import add_options, given_options, read_options
 from .progress import StartProgress
+from .ray_master import RayMaster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     engine = read_options(args, EngineConfig)
-    place = place_of(read_options(args, ClusterConfig), engine)
+    cluster = read_options(args, ClusterConfig)
+    place = place_of(cluster, engine)
     server = read_options(args, ServerConfig)
     if place is not None and place.config.headless:
         if server.api_server_count > 1:
@@ -58,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
         reporter = ConsoleReporter(progress, server.served_model_name[0], start)
+        if cluster.launcher == "ray":
+            given = given_options(args, EngineConfig)
+            has_address = "data_parallel_address" in given_options(args, ClusterConfig)
+            master = RayMaster(engine, cluster, given, has_address, reporter)
+            return master.run(spec, server, listener)
         supervisor = Supervisor(
             engine, spec, reporter, server=server, listener=listener, cluster=place
         )
@@ -66,9 +73,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def place_of(cluster: ClusterConfig, engine: EngineConfig) -> ClusterPlace | None:
-    """This host's place, if there are several. Raises ConfigError for what can't work."""
+    """This host's place, if there are several, and Ray hasn't still to be asked for it.
+
+    Raises ConfigError for what can't work.
+    """
     ranks = cluster.local_ranks(engine)
-    if len(ranks) == engine.data_parallel_size and cluster.nnodes == 1:
+    alone = len(ranks) == engine.data_parallel_size and not cluster.headless
+    if (alone and cluster.nnodes == 1) or cluster.launcher == "ray":
         return None
     cluster.ip()
     cluster.keys()  # what is wrong with either is said at once
@@ -97,7 +108,7 @@ class ConsoleReporter:
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         self._progress.stop()
         seconds = time.monotonic() - self._start
-        _say(f"{self._model}: {_in_words(details)}")
+        _say(f"{self._model}: {_in_words(details) or 'all replicas are on other hosts'}")
         _say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
 
     def notice(self, text: str) -> None:

@@ -66,7 +66,7 @@ class Side:
         )
         place = ClusterPlace(config=config, first=int(headless), num=1, session=session)
         counts = topology.counts_of(engine)
-        counts = hosts.node_counts(counts) if headless else counts
+        counts = hosts.counts_on(counts, place)
         self.owners = [
             ChannelOwner.create(
                 "ring", c.name, c.writer, c.readers, c.messages, RING_BYTES, folder=""
@@ -325,6 +325,27 @@ async def test_a_node_of_another_session_is_told_to_join_again():
             await asyncio.wait_for(asyncio.shield(node.task), SOON)
         assert isinstance(caught.value.exceptions[0], JoinAgainError)
         master.task.cancel()
+
+
+@run
+async def test_replicas_that_step_together_speak_of_waves_and_join_again_when_they_are_lost():
+    together = msgspec.structs.replace(ENGINE, enable_expert_parallel=True)
+    async with pair(engine=together) as (master, node):
+        await joined(master, node)
+        master.send("coordinator.0", messages.StartWave(1))
+        await node.until(lambda: ("coordinator.0", messages.StartWave(1)) in node.got)
+        node.others["scheduler.1"].send("coordinator.0", messages.WantWave(2))
+        await master.until(lambda: ("scheduler.1", messages.WantWave(2)) in master.got)
+        lost = supervision.PeersLost(3, "coordinator.0", "died", "", ["coordinator.0"])
+        master.actor.on_control(lost)
+        gone = messages.PeersGone(3, ["coordinator.0"])
+        await node.until(lambda: ("coordinator.0", gone) in node.got)
+        node.others["scheduler.1"].send("detokenizer.0", messages.PeersGoneHeard(3))
+        await master.until_said(supervision.PeersForgotten)
+        master.task.cancel()
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(asyncio.shield(node.task), SOON)
+        assert isinstance(caught.value.exceptions[0], JoinAgainError)
 
 
 @run

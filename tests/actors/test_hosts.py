@@ -13,13 +13,14 @@ COUNTS = topology.counts_of(
 )
 
 
-def part(ranks: range, headless: bool) -> hosts.Part:
+def part(ranks: range, headless: bool, counts=COUNTS) -> hosts.Part:
     config = ClusterConfig(headless=headless)
     place = ClusterPlace(config=config, first=ranks.start, num=len(ranks), session="s")
-    return hosts.part_of(hosts.node_counts(COUNTS) if headless else COUNTS, place)
+    return hosts.part_of(hosts.counts_on(counts, place), place)
 
 
 MASTER, NODE = part(range(2, 4), False), part(range(2), True)
+IN_STEP = {**COUNTS, topology.LOCKSTEP: 1}
 
 
 def test_a_host_alone_has_everything():
@@ -43,9 +44,16 @@ def test_every_actor_is_on_one_host_and_gateways_are_beside_them():
 def test_a_gateway_plays_the_scheduler_on_the_master():
     assert MASTER.units["engine.0"] == ("scheduler.0",)
     assert MASTER.units["engine.3"] == ("worker.6", "worker.7", "scheduler.3")
-    assert MASTER.remote == ("engine.0", "engine.1")
+    assert MASTER.remote == ("scheduler.0", "scheduler.1")
     assert "master_gateway" in MASTER.target("scheduler.0")
     assert MASTER.target("scheduler.3") == topology.target("scheduler")
+
+
+def test_a_master_may_have_no_replica_at_all():
+    master = part(range(0), False)
+    assert not [name for name in master.instances if name.startswith("worker.")]
+    assert master.remote == tuple(f"scheduler.{rank}" for rank in range(4))
+    assert {"tokenizer.0", "detokenizer.0", "coordinator.0", "client.0"} <= set(master.instances)
 
 
 def test_a_nodes_engine_has_its_gateway_in_its_unit_and_nothing_else_is_there():
@@ -81,13 +89,54 @@ def test_what_stays_within_an_engine_is_on_its_host_alone():
     }
 
 
+def test_replicas_that_step_together_are_one_unit_on_each_host_with_its_mirror():
+    master, node = part(range(2, 4), False, IN_STEP), part(range(2), True, IN_STEP)
+    assert set(master.units["engine.0"]) == {
+        *("worker.4", "worker.5", "worker.6", "worker.7", "mirror.2"),
+        *(f"scheduler.{i}" for i in range(4)),
+    }
+    assert master.remote == ("mirror.2", "scheduler.0", "scheduler.1")
+    assert node.units == {
+        "engine.0": (
+            *("worker.0", "worker.1", "worker.2", "worker.3", "mirror.0"),
+            *("scheduler.0", "scheduler.1", "gateway.0", "gateway.1"),
+        )
+    }
+    assert node.remote == ("mirror.0",)
+    assert node.patient
+    assert not any(part.patient for part in (master, MASTER, NODE))
+    counts = {**IN_STEP, "mirror": 4}
+    assert {topology.group_of(f"{name}.3", counts) for name in ("scheduler", "mirror")} == {0}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_said_of_waves_crosses_like_all_else(rank):
+    master, node = part(range(2, 4), False, IN_STEP), part(range(2), True, IN_STEP)
+    for name in (f"scheduler.{rank}>coordinator.0", f"coordinator.0>scheduler.{rank}"):
+        (there,) = (channel for channel in master.channels if channel.name == name)
+        (here,) = (channel for channel in node.channels if channel.name == name)
+        assert {there.writer, *there.readers} == {f"scheduler.{rank}", "coordinator.0"}
+        assert {here.writer, *here.readers} == {f"scheduler.{rank}", f"gateway.{rank}"}
+
+
+def test_a_host_alone_needs_no_mirror():
+    assert hosts.counts_on(IN_STEP, None) == IN_STEP
+    assert not any(name.startswith("mirror.") for name in topology.instances(IN_STEP))
+
+
+def test_only_a_masters_lives_have_sessions_of_their_own():
+    places = [
+        ClusterPlace(config=ClusterConfig(headless=headless), first=0, num=1, session="s")
+        for headless in (False, True)
+    ]
+    assert places[0].next_session().session not in ("s", places[0].next_session().session)
+    assert places[1].next_session() is places[1]
+
+
 def test_text_actors_are_all_on_the_master_and_have_their_edges_on_both_hosts():
     counts = {**COUNTS, "tokenizer": 2, "detokenizer": 2}
     master, node = (
-        hosts.part_of(
-            hosts.counts_on(counts, place) if place.config.headless else counts,
-            place,
-        )
+        hosts.part_of(hosts.counts_on(counts, place), place)
         for place in (
             ClusterPlace(config=ClusterConfig(headless=headless), first=first, num=2, session="s")
             for headless, first in ((False, 2), (True, 0))
@@ -130,8 +179,9 @@ def test_the_master_has_a_gateway_for_each_node_in_its_unit():
     parts = ("worker.0", "worker.1", "scheduler.0", "gateway.1", "gateway.2")
     assert NODES[0].units["engine.0"] == parts
     assert NODES[1].units == {"engine.0": ("worker.2", "worker.3", "gateway.1")}
-    for node in NODES:
-        assert node.remote == node.shared == ("engine.0",)
+    assert NODES[0].remote == ("gateway.1", "gateway.2")
+    assert NODES[2].remote == ("gateway.2",)
+    assert [node.patient for node in NODES] == [False, True, True]
     assert "RanksMaster" in NODES[0].target("gateway.2")
     assert "RanksNode" in NODES[2].target("gateway.2")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ringcast.mq.cluster_config import ClusterConfig, ClusterPlace
@@ -9,8 +10,8 @@ from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.errors import ConfigError
 
 
-def engine(size: int) -> EngineConfig:
-    return build(EngineConfig, {"device": "fake", "data_parallel_size": size})
+def engine(size: int, **more) -> EngineConfig:
+    return build(EngineConfig, {"device": "fake", "data_parallel_size": size, **more})
 
 
 def config(**options) -> ClusterConfig:
@@ -40,11 +41,76 @@ def test_the_references_two_commands():
             {"data_parallel_size_local": 1, "data_parallel_rpc_port": 65533},
             "data_parallel_rpc_port = 65533: .* at most 65532",
         ),
+        (
+            {"headless": True, "data_parallel_size_local": 0},
+            "data_parallel_size_local = 0: a headless host has nothing but replicas",
+        ),
+        ({"ray_address": "local"}, "ray_address = 'local': needs launcher = 'ray'"),
+        ({"launcher": "ray", "headless": True}, "launcher = 'ray': of no use on a headless host"),
+        (
+            {"launcher": "ray", "ray_address": "ray://head:10001"},
+            "ray_address = 'ray://head:10001': must be auto, local or HOST:PORT",
+        ),
+        (
+            {"launcher": "ray", "data_parallel_size_local": 4},
+            "data_parallel_size_local = 4: with launcher = 'ray' it must be less than "
+            "data_parallel_size = 4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options, reason):
     with pytest.raises(ConfigError, match=reason):
         config(**options).local_ranks(engine(4))
+
+
+def test_a_master_may_have_no_replica_and_has_none_where_ray_places_them():
+    assert config(data_parallel_size_local=0).local_ranks(engine(1)) == range(0)
+    assert config(launcher="ray").local_ranks(engine(2)) == range(0)
+    assert config(launcher="ray", data_parallel_size_local=1).local_ranks(engine(2)) == range(1)
+
+
+def test_a_headless_host_may_have_them_all_if_that_is_said():
+    assert config(headless=True, data_parallel_size_local=1).local_ranks(engine(1)) == range(1)
+
+
+def test_ray_is_not_asked_for_what_it_cannot_know():
+    cuda = build(EngineConfig, {"device": "cuda", "data_parallel_size": 2})
+    assert config(launcher="ray").local_ranks(cuda) == range(0)
+    with pytest.raises(ConfigError, match=r"data_parallel_size_local = 1: .* cuda it must be 0"):
+        config(launcher="ray", data_parallel_size_local=1).local_ranks(cuda)
+    together = engine(2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"with enable_expert_parallel .* must be 'local'"):
+        config(launcher="ray", data_parallel_size_local=1).local_ranks(together)
+    with pytest.raises(ConfigError, match="on device cpu needs num_threads"):
+        config(launcher="ray").local_ranks(build(EngineConfig, {"device": "cpu"}))
+
+
+def test_replicas_that_step_together_take_a_port_more_for_each_rank():
+    together = engine(4, enable_expert_parallel=True)
+    node = config(headless=True, data_parallel_size_local=2, data_parallel_start_rank=2)
+    assert node.local_ranks(together) == range(2, 4)
+    assert node.mirror_port_of(2, 4) == node.port_of(3) + 3
+    low = config(data_parallel_size_local=1, data_parallel_rpc_port=65530)
+    assert low.local_ranks(engine(4)) == range(1)
+    with pytest.raises(ConfigError, match=r"= 65530: ranks 0 to 3 take 8 ports .* at most 65528"):
+        low.local_ranks(together)
+
+
+@pytest.mark.parametrize(("headless", "num"), [(False, 0), (True, 4)])
+def test_where_they_do_each_host_has_some(headless, num):
+    host = config(headless=headless, data_parallel_size_local=num)
+    assert len(host.local_ranks(engine(4))) == num
+    with pytest.raises(ConfigError, match=rf"_local = {num}: .* each host must have some"):
+        host.local_ranks(engine(4, enable_expert_parallel=True))
+
+
+def test_on_cuda_they_are_on_one_host():
+    together = engine(4, enable_expert_parallel=True)
+    msgspec.structs.force_setattr(together, "device", "cuda")
+    assert config().local_ranks(together) == range(4)
+    for headless in (False, True):
+        with pytest.raises(ConfigError, match=r"_local = 2: .* on device cuda all .* on one host"):
+            config(headless=headless, data_parallel_size_local=2).local_ranks(together)
 
 
 def test_only_a_secret_opens_an_address():

@@ -9,11 +9,13 @@ from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.handshake import (
     ALIKE,
     ALIKE_IN_NODES,
+    ALIKE_IN_STEP,
     FROM_MASTER,
     PROTOCOL,
     Hello,
     Master,
     NodesMaster,
+    values_of,
 )
 
 ENGINE = build(EngineConfig, {"device": "fake", "data_parallel_size": 4, "seed": 3})
@@ -50,7 +52,7 @@ def hello(**fields) -> Hello:
         "num_ranks": 2,
         "model": "other",
         "fingerprint": "abc",
-        "options": {name: getattr(ENGINE, name) for name in ALIKE},
+        "options": values_of(ENGINE, (*ALIKE, *ALIKE_IN_STEP)),
     }
     return Hello(**{**whole, **fields})
 
@@ -109,11 +111,25 @@ def test_who_attaches_must_have_joined_in_this_session():
     assert refused.then == "join again"
 
 
+def test_only_who_steps_with_others_needs_as_many_ranks_in_each_replica():
+    other = hello(options={**hello().options, "tensor_parallel_size": 2})
+    assert MASTER.refusal(other, "") is None
+    together = msgspec.structs.replace(ENGINE, enable_expert_parallel=True)
+    master = msgspec.structs.replace(MASTER, engine=together)
+    other.options["enable_expert_parallel"] = True
+    refused = master.refusal(other, "")
+    assert refused is not None
+    assert "tensor_parallel_size = 2 on the node and 1 on the master" in refused.reason
+    assert "enable_expert_parallel = False on the node" in master.refusal(hello(), "").reason
+    other.options.update(tensor_parallel_size=1, eplb_config={"num_redundant_experts": 1})
+    assert "eplb_config = " in master.refusal(other, "").reason
+
+
 # Nodes that share one engine
 
 
 SHARED = build(EngineConfig, {"device": "fake", "tensor_parallel_size": 4})
-OF_SHARED = {name: getattr(SHARED, name) for name in ALIKE_IN_NODES}
+OF_SHARED = values_of(SHARED, ALIKE_IN_NODES)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +139,7 @@ OF_SHARED = {name: getattr(SHARED, name) for name in ALIKE_IN_NODES}
         ({"start_rank": 1}, {}, "this is the gateway of node 2, not 1"),
         ({}, {"nnodes": 2}, "nnodes = 2 on the node and 4 on the master: must be alike"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2 on the node and 4"),
+        ({}, {"enable_eplb": True}, "enable_eplb = True on the node and False on the master"),
         ({"fingerprint": "x"}, {}, "their files differ"),
     ],
 )

@@ -36,6 +36,12 @@ def test_a_host_alone_has_no_place_among_others():
     assert place_of(ClusterConfig(), engine()) is None
 
 
+def test_a_headless_host_has_a_place_though_it_has_all_replicas():
+    place = place_of(ClusterConfig(headless=True, data_parallel_size_local=4), engine())
+    assert place is not None
+    assert place.ranks == range(4)
+
+
 def test_each_life_of_a_master_is_a_session_of_its_own():
     config = ClusterConfig(data_parallel_size_local=1)
     places = [place_of(config, engine()) for _ in range(2)]

@@ -1,0 +1,117 @@
+"""Three hosts whose replicas step together, as processes beside each other: one has two ranks, and
+one is lost before the master serves, and one after."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import signal
+import socket
+import threading
+import urllib.request
+
+import pytest
+from namespaces import Program
+from serving import RINGCAST
+from tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+LONG = 200.0  # seconds that all of them together may take to start
+NUM_REQUESTS = 8
+
+
+class Hosts:
+    """master has rank 0, "a" ranks 1 and 2, "b" rank 3."""
+
+    def __init__(self, folder) -> None:
+        self._model = str(make_tiny_model(folder))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = min(probe.getsockname()[1], 65500)
+        self._programs: list[Program] = []
+        self.master = self._start("--port", "0", "--data-parallel-size-local", "1")
+
+    def start(self, name: str) -> Program:
+        first, num = {"a": (1, 2), "b": (3, 1)}[name]
+        ranks = ("--data-parallel-start-rank", str(first), "--data-parallel-size-local", str(num))
+        return self._start("--headless", *ranks)
+
+    def _start(self, *own: str) -> Program:
+        command = (
+            *(RINGCAST, "serve", self._model, "--device", "fake", "--load-format", "dummy"),
+            *("--data-parallel-size", "4", "--enable-expert-parallel"),
+            *("--served-model-name", "model", "--num-gpu-blocks-override", "256"),
+            *("--data-parallel-rpc-port", str(self._port), *own),
+        )
+        # A Program passes signals on to its children.
+        program = Program(["sh", "-c", f"{shlex.join(command)}; exit $?"], {})
+        self._programs.append(program)
+        return program
+
+    def texts(self) -> list[str]:
+        self.ask()
+        return self.answers()
+
+    def ask(self) -> None:
+        self.url = re.search(r"at (http://\S+)/v1", self.master.said)[1]
+        self._texts = [""] * NUM_REQUESTS
+        self._errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(NUM_REQUESTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, i: int) -> None:
+        body = {"model": "model", "prompt": f"prompt {i}", "max_tokens": 300}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), headers
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=2 * LONG) as answer:
+                self._texts[i] = json.load(answer)["choices"][0]["text"]
+        except (OSError, ValueError, KeyError) as error:
+            self._errors.append(error)
+
+    def answers(self) -> list[str]:
+        for thread in self._threads:
+            thread.join(2 * LONG)
+        assert not self._errors, self._errors
+        assert all(self._texts)
+        return self._texts
+
+    def end(self) -> None:
+        for program in self._programs:
+            with contextlib.suppress(OSError):
+                program.signal(signal.SIGTERM)
+        for program in self._programs:
+            program.wait(LONG)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = Hosts(tmp_path / "model")
+    try:
+        yield hosts
+    finally:
+        hosts.end()
+
+
+def test_all_wait_for_all_before_and_after(hosts):
+    master = hosts.master
+    master.until_said("headless host with rank 1, 2, 3", seconds=LONG)
+    a = hosts.start("a")
+    master.until_said("headless host with rank 3", seconds=LONG)
+    a.kill()
+    master.until_said("all replicas wait for a node; restarting", seconds=LONG)
+    a, b = hosts.start("a"), hosts.start("b")
+    master.until_said("ready in", seconds=LONG)
+    want = hosts.texts()
+    hosts.ask()
+    b.kill()
+    a.until_said("joining again", seconds=LONG)
+    hosts.start("b")
+    assert hosts.answers() == want
+    a.until_said("rank 2 serves the master", 2, seconds=LONG)
+    assert hosts.texts() == want
