@@ -78,7 +78,7 @@ def together(spec, ranks, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_steps_in_flight": 1},
         {"max_steps_in_flight": 3, "num_gpu_blocks_override": 50},
         pytest.param({"data_parallel_size": 4}, marks=pytest.mark.slow),
@@ -186,9 +186,8 @@ def text_of(server, body, begun):
     return text
 
 
-@pytest.mark.parametrize(
-    "ranks_per_replica", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one", "two"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_replica", [1, 2], ids=["one", "two"])
 def test_in_processes_whatever_dies(model, ranks_per_replica):
     """The texts of one engine, with all replicas at work or one; and when one's worker dies."""
     options = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--block-size", "4")

@@ -149,6 +149,7 @@ def test_in_other_precisions(spec_of, engine, prompts, options, tolerance):
     assert np.abs(one - several).mean() < tolerance
 
 
+@pytest.mark.slow
 def test_deterministic_alone_and_together(spec_of, engine, prompts):
     """Bit by bit, where four ranks add up."""
     made = engine(spec_of("gemma3"), 4, deterministic=True, enable_prefix_caching=False)

@@ -118,6 +118,7 @@ def ask(server, path: str) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.slow
 def test_a_server_has_it_under_two_paths(model, tmp_path):
     arguments = [
         part

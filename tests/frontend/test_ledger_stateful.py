@@ -422,5 +422,5 @@ class Machine(RuleBasedStateMachine):
         assert statistics["poisoned"] == sum(asked.hits >= 2 for asked in self.asked.values())
 
 
-Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 test_the_ledger_against_a_model = Machine.TestCase

@@ -306,7 +306,7 @@ def search(race, num_readers, words, orders, fenced=True):
     ("race", "words"),
     [
         (a_record_and_a_sleeper, RECORDS_WORDS),
-        (commits_and_a_sleeper, COMMIT_WORDS),
+        pytest.param(commits_and_a_sleeper, COMMIT_WORDS, marks=pytest.mark.slow),
         (a_death_and_a_sleeper, {WRITER_DEAD}),
         (a_reset_and_a_sleeper, COMMIT_WORDS),
     ],

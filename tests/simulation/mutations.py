@@ -422,6 +422,7 @@ MUTATIONS = [
         _no_waiting,
         _CRASHES,
         150,
+        slow=True,
     ),
     Mutation(
         "newcomers aren't told", lifecycle.Lifecycle, "_bring_up_to_date", _nothing, _CRASHES, 300

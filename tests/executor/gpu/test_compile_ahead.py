@@ -44,6 +44,7 @@ def test_no_step_needs_a_variant_that_warm_up_has_not_collected(tmp_path):
         assert each["known"] >= each["used"] > 20
 
 
+@pytest.mark.slow
 def test_a_server_compiles_and_triton_finds_what_it_has_made(tmp_path):
     """What it can't compile is named, and is no matter to the rest."""
     report = launchless("compile", tmp_path)
