@@ -36,7 +36,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .compiled import prepare_cache
+from .compiled import one_at_a_time, prepare_cache
 from .scalars import pointer, read, take
 
 ELEMENTS = {torch.float32: "f4", torch.bfloat16: "u2", torch.float16: "i2"}
@@ -107,7 +107,9 @@ class Code:
         signature = types.void(
             types.CPointer(numba.from_dtype(self.record)), *[types.int64] * extra
         )
-        self._compiled = numba.cfunc(signature, cache=prepare_cache())(body)
+        is_cached = prepare_cache()
+        with one_at_a_time(f"{body.__module__}.{body.__name__} {element}"):
+            self._compiled = numba.cfunc(signature, cache=is_cached)(body)
         self.address: int = self._compiled.address
 
     def fill(self, arguments: dict[str, object]) -> np.ndarray:

@@ -11,6 +11,7 @@ import socket
 
 import msgspec
 import pytest
+from ports import free_ports
 
 from ringcast.actors import hosts, topology
 from ringcast.actors.boot import Boot
@@ -38,12 +39,6 @@ SPEC = ModelSpec(
 )
 RING_BYTES = 65536
 SOON = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Side:
@@ -151,7 +146,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def pair(node_session: str = "s", engine: EngineConfig = ENGINE):
-    port = free_port()
+    port = free_ports()
     counts = topology.counts_of(engine)
     kinds = ("tokenizer", "detokenizer", "coordinator")
     peers = [f"{kind}.{i}" for kind in kinds for i in range(topology.count_of(kind, counts))]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
+
+from ports import free_ports
 
 from ringcast.actors.boot import Boot
 from ringcast.actors.control import Control
@@ -31,14 +32,6 @@ SPEC = ModelSpec(
     hf_config={},
 )
 SOON = 20.0
-
-
-def free_ports() -> int:
-    """The first of as many as a cluster takes; others on this machine rarely come between."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return port if port + 2 * SIZE < 65536 else free_ports()
 
 
 class Host:
@@ -120,7 +113,7 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def cluster(*more: tuple[range, str]):
-    port = free_ports()
+    port = free_ports(2 * SIZE)
     hosts = [Host(port, range(1))]
     try:
         hosts += [Host(port, *each) for each in more]

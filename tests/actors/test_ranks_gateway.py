@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import mmap
 import os
-import socket
 
 import numpy as np
 import pytest
+from ports import free_ports
 
 from ringcast.actors import hosts, topology
 from ringcast.actors.boot import Boot
@@ -107,15 +107,9 @@ async def until(condition):
             await asyncio.sleep(0.001)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_plans_answers_and_what_ranks_say_cross_until_the_node_goes():
     async def run():
-        port = free_port()
+        port = free_ports()
         master, node = Host(RanksMaster, 0, port), Host(RanksNode, 1, port)
         memories = [host.load() for host in (master, node)]
         words = [regions(PARTS)[place].word // 8 for place in (1, 3)]  # the ranks' threads
@@ -144,7 +138,7 @@ def test_plans_answers_and_what_ranks_say_cross_until_the_node_goes():
 
 def test_the_node_joins_again_when_the_master_goes():
     async def run():
-        port = free_port()
+        port = free_ports()
         master, node = Host(RanksMaster, 0, port), Host(RanksNode, 1, port)
         await until(lambda: master.actor._node and node.actor._link.attached)
         await master.close()
@@ -163,7 +157,7 @@ def test_the_node_joins_again_when_the_master_goes():
 )
 def test_who_does_not_fit(other, kind):
     async def run():
-        port = free_port()
+        port = free_ports()
         master, node = Host(RanksMaster, 0, port), Host(RanksNode, 1, port, **other)
         await until(node.task.done)
         assert isinstance(await node.close(), kind)
