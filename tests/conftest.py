@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if first[item.nodeid.partition("[")[0]] is not item]
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
+    if _what_lacks("gpu", config) is not None:
+        _leave_types_to_devices(items)
     lacking: dict[str, str | None] = {}
     for item in items:
         for marker in ("slow", "gpu", "model", "browser"):
@@ -71,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     lacking[marker] = _what_lacks(marker, config)
                 if reason := lacking[marker]:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _leave_types_to_devices(items: list[pytest.Item]) -> None:
+    """Of a GPU kernel's test the interpreter runs one element type; others are slow."""
+    first: dict[str, object] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "dtype" in params and "kernels/gpu" in item.path.as_posix():
+            name, dtype = item.nodeid.partition("[")[0], params["dtype"]
+            if first.setdefault(name, dtype) is not dtype:
+                item.add_marker(pytest.mark.slow)
 
 
 def _what_lacks(marker: str, config: pytest.Config) -> str | None:

@@ -125,6 +125,7 @@ def test_a_tight_pool_preempts(spec_of, engine, reference, prompts, ahead):
     several.scheduler.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("name", ["llama tied", "gemma3"])
 def test_the_same_bits(spec_of, engine, prompts, name, options):

@@ -87,6 +87,7 @@ def options(**more):
     return {"device": "cpu", "load_format": "dummy", **small, **more}
 
 
+@pytest.mark.slow
 def test_an_llm_records_what_its_worker_computes(model, tmp_path, capsys):
     with LLM(model, **options(torch_profiler_dir=str(tmp_path))) as llm:
         with pytest.raises(InvalidRequestError, match="no profile is being recorded"):

@@ -33,6 +33,7 @@ def launchless(what: str, folder: Path) -> Any:
     return json.loads(subprocess.check_output(command, env=environment(folder), text=True))
 
 
+@pytest.mark.slow
 def test_no_step_needs_a_variant_that_warm_up_has_not_collected(tmp_path):
     """With graphs and without, of each family of models; of a rank of two, of a replica that has
     half of the experts, and of a stage of three.

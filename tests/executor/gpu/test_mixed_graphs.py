@@ -91,7 +91,10 @@ class Replayed(MixedGraphs):
 
 
 @pytest.mark.interpreted  # a device has real graphs
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama")],
+)
 def test_what_graphs_are_captured_from(name: str, pair: Callable[..., TwoRunners]) -> None:
     s = pair(name)
     graphs = s.mine._mixed_graphs = Replayed(s.mine, 16, 32, 64)

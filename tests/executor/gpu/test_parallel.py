@@ -180,7 +180,7 @@ def test_ranks_have_the_tokens_of_one(name, threads):
 @pytest.mark.parametrize(
     ("name", "by_expert"),
     [
-        ("mixtral", True),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
         pytest.param("mixtral", False, marks=pytest.mark.slow),
         pytest.param("qwen3 experts of 4", True, marks=pytest.mark.slow),
         ("qwen3 experts of 4", False),

@@ -59,7 +59,7 @@ async def test_in_the_middle_of_a_stream(
         await client.wait_idle()
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_nothing_of_it_stays_in_memory(
     serve: Any, until: Any, client: EngineClient, engine: Any, alive: Any, stream: bool
 ) -> None:

@@ -62,6 +62,7 @@ async def test_a_handshake(serve: Any, folder: Path) -> None:
             await server.http.get(server.url.replace("https", "http") + "/health")
 
 
+@pytest.mark.slow
 async def test_nothing_stays_in_memory_of_handshakes_that_fail(
     serve: Any, folder: Path, alive: Any
 ) -> None:
