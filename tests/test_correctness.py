@@ -129,7 +129,9 @@ def test_without_prefix_caching(prompts, reference):
     assert run.scheduler.statistics()["prefix_cache_hits"] == 0
 
 
-@pytest.mark.parametrize("chunk", [16, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chunk", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 512))]
+)
 def test_chunked_prefill(prompts, reference, chunk):
     run = engine(max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28

@@ -19,12 +19,14 @@ from ringcast.kernels.gpu import batch_linear_table
 from ringcast.mq import codec
 from ringcast.mq.sampling_params import SamplingParams
 
+
 SLOW_BUT_QWEN3 = [
     name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
 ]
 
 
-@pytest.mark.parametrize("name", SLOW_BUT_QWEN3)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_every_kernel(name, pair):
     s = pair(name, kernels=True)
     s.enter(3, random_tokens(1, 14))

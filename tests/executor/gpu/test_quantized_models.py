@@ -182,7 +182,9 @@ def converse(s: TwoRunners) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("config", "pack", "group"), [(AWQ, awq, GROUP), (GPTQ, gptq, GROUP)], ids=["awq", "gptq"]
+    ("config", "pack", "group"),
+    [pytest.param(AWQ, awq, GROUP, marks=pytest.mark.slow), (GPTQ, gptq, GROUP)],
+    ids=["awq", "gptq"],
 )
 def test_tokens_are_those_of_the_dequantised_weights(config, pack, group, name, tmp_path):
     spec, reference = make_checkpoint(tmp_path, config, four_bits(pack, group), name)
