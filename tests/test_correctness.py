@@ -114,6 +114,7 @@ def test_equals_transformers_batched_together(prompts, reference):
     assert same_or_tied(prompts, reference, outputs) >= 28
 
 
+@pytest.mark.slow
 def test_mixed_steps_and_prefix_caching(prompts, reference):
     run = engine(max_num_seqs=8, max_num_batched_tokens=48)
     assert same_or_tied(prompts, reference, run.generate(prompts, GREEDY)) >= 28

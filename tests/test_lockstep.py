@@ -82,7 +82,7 @@ def together(spec, ranks, **options):
         {"max_steps_in_flight": 1},
         {"max_steps_in_flight": 3, "num_gpu_blocks_override": 50},
         pytest.param({"data_parallel_size": 4}, marks=pytest.mark.slow),
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["two", "one step ahead", "tight", "four", "two of two"],
 )

@@ -101,6 +101,7 @@ def test_more_and_fewer_replicas_under_load(model, transport):
         until(lambda: server.statistics()["scheduler.0.free_blocks"] == 127)
 
 
+@pytest.mark.slow
 def test_whatever_dies_meanwhile_the_topology_is_one_of_the_two(model, capsys):
     with serve(model, *FAKE, **SLOW) as server, ThreadPoolExecutor(NUM_STREAMS + 1) as pool:
         bodies, begun = bodies_for(server, 60), set()

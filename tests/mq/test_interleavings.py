@@ -305,7 +305,7 @@ def search(race, num_readers, words, orders, fenced=True):
 @pytest.mark.parametrize(
     ("race", "words"),
     [
-        (a_record_and_a_sleeper, RECORDS_WORDS),
+        pytest.param(a_record_and_a_sleeper, RECORDS_WORDS, marks=pytest.mark.slow),
         pytest.param(commits_and_a_sleeper, COMMIT_WORDS, marks=pytest.mark.slow),
         (a_death_and_a_sleeper, {WRITER_DEAD}),
         (a_reset_and_a_sleeper, COMMIT_WORDS),

@@ -19,7 +19,6 @@ from ringcast.kernels.gpu import batch_linear_table
 from ringcast.mq import codec
 from ringcast.mq.sampling_params import SamplingParams
 
-
 SLOW_BUT_QWEN3 = [
     name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
 ]
