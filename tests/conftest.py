@@ -76,13 +76,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_types_to_devices(items: list[pytest.Item]) -> None:
-    """Of a GPU kernel's test the interpreter runs one element type; others are slow."""
+    """What runs under the interpreter does so for one element type of a kernel's test, and for one
+    model of an engine's; the others are slow.
+    """
     first: dict[str, object] = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if "dtype" in params and "kernels/gpu" in item.path.as_posix():
-            name, dtype = item.nodeid.partition("[")[0], params["dtype"]
-            if first.setdefault(name, dtype) is not dtype:
+        folder = item.path.parent.as_posix()
+        what = "dtype" if folder.endswith("kernels/gpu") else "name"
+        if what in params and folder.endswith("/gpu") and not item.get_closest_marker("slow"):
+            test, value = item.nodeid.partition("[")[0], params[what]
+            if first.setdefault(test, value) is not value:
                 item.add_marker(pytest.mark.slow)
 
 
