@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
-from ...kernels.gpu.fused_decode_attention import fused_decode_attention
+from ...kernels.gpu.decode_plan import DecodeConfig, choose_decode_config
+from ...kernels.gpu.fused_decode_attention import (
+    SplitConfig,
+    choose_split_config,
+    fused_decode_attention,
+)
 from ...kernels.gpu.prefill_attention import prefill_attention
 from ...kernels.gpu.rope import rope_and_cache
 from ..models.llama import LlamaConfig
@@ -22,6 +27,24 @@ from .weight_reader import Layer
 
 if TYPE_CHECKING:
     from .work import Work
+
+
+def decode_config(config: LlamaConfig, cache_dtype: torch.dtype) -> DecodeConfig:
+    """How decode attention is launched."""
+    return choose_decode_config(config.kv_heads, config.head_size * cache_dtype.itemsize)
+
+
+def launches_of(
+    size: int, bound: int, config: LlamaConfig, cache_dtype: torch.dtype
+) -> tuple[SplitConfig, ...]:
+    """What attention's launches of a decode step take from its size and the bound of its contexts:
+    of one sequence, how it is split for each window. That of more is launched alike for any.
+    """
+    row_bytes = config.head_size * cache_dtype.itemsize
+    windows = sorted(set(config.windows)) if size == 1 else []
+    return tuple(
+        choose_split_config(1, config.kv_heads, bound, window, row_bytes) for window in windows
+    )
 
 
 class Attention:
@@ -41,7 +64,8 @@ class Attention:
         self._q_TQ = torch.zeros(
             batch.max_tokens, c.heads * c.head_size, dtype=dtype, device=device
         )
-        self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, device)
+        workers = batch.decode.workers
+        self._scratch = decode_scratch(batch.capacity, c.heads, c.head_size, workers, device)
         self._ropes: list[RopeTable] = [
             make_rope_table(each, c.head_size, max_model_len, device) for each in c.ropes
         ]
@@ -79,12 +103,13 @@ class Attention:
                 table,
                 batch.rows_S[:decodes],
                 batch.decode_context_S[:decodes],
+                batch.decode_plans[layer.window],
                 out_TQ[:decodes],
                 self._scratch,
                 scale=c.attention_scale,
                 kv_heads=c.kv_heads,
+                config=batch.decode,
                 window=layer.window,
-                longest=work.longest,
                 k_scale=layer.k_scale,
                 v_scale=layer.v_scale,
                 pdl=pdl,

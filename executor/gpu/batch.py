@@ -10,6 +10,8 @@ A step goes over in one copy, from a pinned slot to `inputs`, whose address neve
                 on, where replicas step together, how many tokens each has
     sections    rows, starts, context, decode_context, last, sample_rows, sample_positions: each of
                 fixed place and capacity, padded with what makes a sequence inert
+    plans       of decode attention, for each window of the model's layers
+                (kernels/gpu/decode_plan.py); of no sequences where there are none
     tail        tiles of prefill attention, copies of blocks, changes: as many as there are
 
 There is a slot for each step in flight and one more. A slot is written again only when its step has
@@ -23,7 +25,7 @@ Legend: R rows, L tokens of a row, G groups, B blocks of a row, S sequences, T t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...kernels.gpu import step as kernels
+from ...kernels.gpu.decode_plan import DecodeConfig, plan_decode, plan_size
 from ...mq import codec
 from ...mq.messages import NewSequence, StepPlan
 
@@ -142,7 +145,9 @@ class Changes:
 
 
 class GpuBatch:
-    """pad: to a number of sequences of one token that decode attention is prepared for."""
+    """pad: to a number of sequences of one token that decode attention is prepared for. windows: of
+    the model's layers, each once. decode: how decode attention is launched.
+    """
 
     def __init__(
         self,
@@ -154,6 +159,8 @@ class GpuBatch:
         num_groups: int,
         num_slots: int,
         pad: Callable[[int], int],
+        windows: Sequence[int],
+        decode: DecodeConfig,
         device: torch.device,
     ) -> None:
         self.pad, self._device = pad, device
@@ -165,7 +172,13 @@ class GpuBatch:
         self._num_blocks = np.zeros(self.capacity, np.int32)  # of all groups together
         self._changes = Changes()
         self._width = _aligned(self.capacity + 1)
-        self._fixed = HEADER + self._width * len(SECTIONS)
+        self.decode = decode
+        self._plan_width = _aligned(plan_size(self.capacity, decode))
+        plans = HEADER + self._width * len(SECTIONS)
+        self._plan_places = {
+            window: plans + number * self._plan_width for number, window in enumerate(windows)
+        }
+        self._fixed = plans + self._plan_width * len(windows)
         tail = 4 * (self.max_tokens + self.capacity) * max(2, num_groups) + 16 * ALIGNMENT
         self._slots = [Slot(self._fixed + tail, self.capacity, device) for _ in range(num_slots)]
         self._next_slot = 0
@@ -192,6 +205,10 @@ class GpuBatch:
         self.last_N = self._section("last")
         self.sample_rows_N = self._section("sample_rows")
         self.sample_positions_N = self._section("sample_positions")
+        self.decode_plans = {
+            window: self.inputs[place : place + self._plan_width]
+            for window, place in self._plan_places.items()
+        }
 
     def _place(self, name: str) -> int:
         return HEADER + self._width * SECTIONS.index(name)
@@ -307,7 +324,7 @@ class GpuBatch:
         return slot
 
     def fill(self, slot: Slot, step: Step | None) -> None:
-        """Write a step's sections; None: there is none, only changes."""
+        """Write a step's sections and plans; None: there is none, only changes."""
         decode = step is not None and step.is_decode
         slot.numbers[: self._fixed] = self._inert_decode if decode else self._inert
         if step is None:
@@ -326,6 +343,12 @@ class GpuBatch:
         put("decode_context", step.context[:singles])
         put("sample_rows", step.sampled)
         put("sample_positions", step.positions)
+        if step.decodes > 1:  # one alone has a kernel without a plan
+            context = np.zeros(step.decodes, np.int32)
+            context[:singles] = step.context[:singles]
+            for window, place in self._plan_places.items():
+                plan = plan_decode(context, window, self.decode)
+                slot.numbers[place : place + len(plan)] = plan
         if not decode and sequences:
             place = self._place("starts")
             slot.numbers[place + 1 : place + 1 + sequences] = step.ends

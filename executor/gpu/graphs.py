@@ -5,10 +5,9 @@
     forward   up to the logits; sampling follows outside. For the longest bound alone
 
 How many sequences a step may have more than are in it is what `batch_sizes` leaves between its
-numbers; the rest are inert. The bounds are for decode attention, which cuts contexts into splits: a
-graph keeps its grid, and one made for the longest context would have too many programs for short
-ones. Where they make no difference (few sequences have as many splits in any context, many have few
-in all) one graph serves several bounds.
+numbers; the rest are inert. The bounds are for attention of one sequence, which cuts its context
+into splits: a graph keeps its grid, and one made for the longest context would have too many
+programs for short ones. Where they make no difference one graph serves all.
 
 A capture may run no kernel for the first time: compiling and loading don't belong there. So
 `capture` has every size and bound run once before, with a layer of each kind. The largest graphs

@@ -22,14 +22,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...kernels.gpu.blocks import copy_blocks
-from ...kernels.gpu.decode_attention import DecodeConfig, choose_decode_config
 from ...mq import codec
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
@@ -39,6 +38,7 @@ from ..runner import Done, PendingStep, Progress
 from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
 from . import joining, memory
+from .attention import decode_config, launches_of
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder
@@ -155,14 +155,8 @@ class GpuModelRunner:
         """The bounds that make a difference to steps of `size` sequences."""
         return sorted(set(distinct_bounds(size, self._bounds, self._attention_of).values()))
 
-    def _attention_of(self, size: int, bound: int) -> tuple[DecodeConfig, ...]:
-        """How decode attention is launched, for each window of the model's layers."""
-        c = self._decoder.config
-        row_bytes = c.head_size * self._decoder.cache.element_size()
-        return tuple(
-            choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
-            for window in sorted(set(c.windows))
-        )
+    def _attention_of(self, size: int, bound: int) -> Hashable:
+        return launches_of(size, bound, self._decoder.config, self._decoder.cache_dtype)
 
     @property
     def _measures(self) -> bool:
@@ -214,6 +208,8 @@ class GpuModelRunner:
             num_groups=len(self._decoder.groups),
             num_slots=config.most_steps_in_flight + 1,
             pad=lambda sequences: at_least(self._sizes, sequences),
+            windows=sorted(set(self._decoder.config.windows)),
+            decode=decode_config(self._decoder.config, self._decoder.cache_dtype),
             device=self._device,
         )
         c, batch = self._decoder.config, self._batch

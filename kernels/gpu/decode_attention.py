@@ -1,11 +1,9 @@
 """Attention of one query token per sequence over the paged cache.
 
-A program has one sequence, one key head with all its query heads, and one split of the context.
-Splits are there to fill the GPU when sequences are few. How many are launched is fixed by the host
-(a CUDA graph keeps its grid); how many have tokens each program computes from the context. A
-sequence that needs one split is written out by it. Of several, each leaves its part in scratch and
-counts itself; the last to arrive merges the parts, writes out, and sets the counter back to zero,
-so that there is no second launch.
+A program is a worker of one key head, with all its query heads: it goes through the sequences that
+its plan gives it (decode_plan.py), or its part of them. A sequence that one worker has is written
+out by it. Of several, each leaves its part in scratch and counts itself; the last to arrive merges
+the parts, writes out, and sets the counter back to zero, so that there is no second launch.
 
 Shapes: see paged.py; Q = heads x D; P parts of scratch.
 """
@@ -18,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .decode_plan import DecodeConfig, plan_size
 from .paged import (
     attend,
     attention_reference,
@@ -26,16 +25,9 @@ from .paged import (
     score_scales,
 )
 
-# Programs that the 132 multiprocessors of an H200 hold at once, four each.
-RESIDENT = 528
-MAX_SPLITS = 64
-# Sequences x splits, where there is more than one split.
-MAX_PARTS = 1024
-# Tokens of a split: where sequences are few, and where splits only even out their lengths.
-SHORTEST_SPLIT = 64
-LONG_SPLIT = 2048
 # Elements of the parts that are merged at once.
 MERGED_ELEMENTS = 8192
+LINE_BYTES = 128
 
 
 class DecodeScratch(NamedTuple):
@@ -46,67 +38,24 @@ class DecodeScratch(NamedTuple):
     counters_N: torch.Tensor
 
 
-class DecodeConfig(NamedTuple):
-    """How a launch is cut: splits of `shortest` tokens or more, read `tile` tokens at a time."""
-
-    splits: int
-    shortest: int
-    tile: int
-    warps: int
-    stages: int
-
-
 def decode_scratch(
-    max_sequences: int, heads: int, head_size: int, device: torch.device | str
+    max_sequences: int, heads: int, head_size: int, workers: int, device: torch.device | str
 ) -> DecodeScratch:
-    """Scratch for launches of up to max_sequences sequences."""
-    parts = min(max_sequences * MAX_SPLITS, MAX_PARTS)
+    """Scratch for launches of up to max_sequences sequences and so many workers (or splits)."""
     return DecodeScratch(
-        torch.empty(parts, heads * head_size, dtype=torch.float32, device=device),
-        torch.empty(parts, heads, dtype=torch.float32, device=device),
+        torch.empty(2 * workers, heads * head_size, dtype=torch.float32, device=device),
+        torch.empty(2 * workers, heads, dtype=torch.float32, device=device),
         torch.zeros(max_sequences * heads, dtype=torch.int32, device=device),
     )
 
 
-def choose_decode_config(
-    sequences: int, kv_heads: int, longest: int, window: int, row_bytes: int
-) -> DecodeConfig:
-    """The configuration for a capacity of `sequences`, contexts up to `longest`, and keys of
-    row_bytes bytes; measured on an H200.
-    """
-    span = min(longest, window) if window else longest
-    programs = sequences * kv_heads
-    if programs < RESIDENT:
-        most = min(RESIDENT // programs, max(16, 128 // programs), MAX_SPLITS)
-        splits, shortest = min(most, -(-span // SHORTEST_SPLIT)), SHORTEST_SPLIT
-    else:
-        splits, shortest = -(-span // LONG_SPLIT), LONG_SPLIT
-    splits = max(1, min(splits, MAX_SPLITS, MAX_PARTS // sequences))
-    if programs * splits <= RESIDENT // 2:
-        tile, warps, stages = 64, 4, 4
-    elif programs <= 2 * RESIDENT:
-        tile, warps, stages = 32, 2, 3
-    else:
-        tile, warps, stages = 32, 2, 2
-    # A tile of keys is at most 16 KiB, so that a multiprocessor has room for several programs.
-    tile = max(16, min(tile, 1 << (16384 // row_bytes).bit_length() - 1))
-    return DecodeConfig(splits, shortest, tile, warps, stages)
-
-
 @triton.jit
-def split_range(context, splits, split, shortest, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token that is seen; begin and end of this split; and how many splits have tokens.
+def part_of(first, number):
+    """Where in scratch a sequence's part is, of which the worker `first` has number 0.
 
-    begin is a multiple of TILE, at or before the first token seen.
+    Each worker has two places: for a sequence that others began, and one that others will end.
     """
-    low = 0
-    if WINDOW:
-        low = tl.maximum(context - WINDOW, 0)
-    start = low // TILE * TILE
-    length = tl.maximum(tl.cdiv(context - start, splits), shortest)
-    length = tl.cdiv(length, TILE) * TILE
-    begin = start + split * length
-    return low, begin, tl.minimum(begin + length, context), tl.cdiv(context - start, length)
+    return 2 * (first + number) + tl.where(number == 0, 1, 0)
 
 
 @triton.jit
@@ -127,59 +76,44 @@ def write_or_merge(
     out,
     parts,
     lses,
-    counters,
-    sequence,
+    counter,
     kv_head,
-    split,
-    splits,
-    active,
+    first,
+    number,
+    count,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    SPLIT: tl.constexpr,
     GROUP_P: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     """Writes the rows of one key head to `out` (the sequence's row), alone or as the last of
-    `active` splits to arrive.
+    `count` parts to arrive. number: this part's; first: the worker of the first one. counter: of
+    the sequence and the key head.
     """
     element, inside = group_elements(kv_head, GROUP, ROWS, D, DP)
     result = acc / total[:, None]
-    if not SPLIT:
+    if count == 1:
         tl.store(out + element, result.to(out.dtype.element_ty), mask=inside)
     else:
-        if active == 1:
-            tl.store(out + element, result.to(out.dtype.element_ty), mask=inside)
-        else:
-            part = sequence * splits + split
-            tl.store(parts + part * HEADS * D + element, result, mask=inside)
-            head = kv_head * GROUP + tl.arange(0, ROWS)
-            lse = most + tl.log2(total)
-            tl.store(lses + part * HEADS + head, lse, mask=tl.arange(0, ROWS) < GROUP)
-            # All threads' parts come before the count; the count is a release, and an acquire
-            # for the one that reads them.
+        part = part_of(first, number)
+        tl.store(parts + part * HEADS * D + element, result, mask=inside)
+        head = kv_head * GROUP + tl.arange(0, ROWS)
+        lse = most + tl.log2(total)
+        tl.store(lses + part * HEADS + head, lse, mask=tl.arange(0, ROWS) < GROUP)
+        # All threads' parts come before the count; the count is a release, and an acquire for the
+        # one that reads them.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == count - 1:
             tl.debug_barrier()
-            counter = counters + sequence * (HEADS // GROUP) + kv_head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                tl.debug_barrier()
-                # The next launch counts from zero again.
-                tl.store(counter, 0)
-                merge_parts(
-                    out,
-                    parts + sequence * splits * HEADS * D,
-                    lses + sequence * splits * HEADS,
-                    kv_head,
-                    active,
-                    HEADS,
-                    GROUP,
-                    D,
-                    DP,
-                    GROUP_P,
-                    MERGED,
-                )
+            # The next launch counts from zero again.
+            tl.store(counter, 0)
+            merge_parts(
+                out, parts, lses, kv_head, first, count, HEADS, GROUP, D, DP, GROUP_P, MERGED
+            )
 
 
 @triton.jit
@@ -188,7 +122,8 @@ def merge_parts(
     parts,
     lses,
     kv_head,
-    active,
+    first,
+    count,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -203,9 +138,10 @@ def merge_parts(
     most = tl.full([GROUP_P], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P], tl.float32)
     acc = tl.zeros([GROUP_P, DP], tl.float32)
-    for first in range(0, active, MERGED):
-        part = first + tl.arange(0, MERGED)
-        present = (part < active)[:, None] & (row < GROUP)[None, :]
+    for number in range(0, count, MERGED):
+        numbers = number + tl.arange(0, MERGED)
+        part = part_of(first, numbers)
+        present = (numbers < count)[:, None] & (row < GROUP)[None, :]
         lse = tl.load(
             lses + part[:, None] * HEADS + head[None, :],
             mask=present,
@@ -214,7 +150,7 @@ def merge_parts(
         )
         values = tl.load(
             parts + (part * HEADS * D)[:, None, None] + element[None, :, :],
-            mask=(part < active)[:, None, None] & inside[None, :, :],
+            mask=(numbers < count)[:, None, None] & inside[None, :, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -230,7 +166,46 @@ def merge_parts(
     tl.store(out + element, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits", "shortest"])
+@triton.jit
+def _sequence(starts, contexts, rows, sequence, last):
+    """Its place in the plan, its context and its row of the batch."""
+    real = sequence < last
+    start = tl.load(starts + sequence, mask=real, other=0)
+    context = tl.load(contexts + sequence, mask=real, other=0)
+    return start, context, tl.load(rows + sequence, mask=real, other=0)
+
+
+@triton.jit
+def _ask_for(
+    cache,
+    table,
+    first,
+    end,
+    block_stride,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Into the L2 cache: TOKENS tokens of one key head, from `first` on. A hint, so the table may
+    be about to change.
+    """
+    tokens = first + tl.arange(0, TOKENS)
+    block = tl.load(table + tokens // BLOCK, mask=tokens < end, other=0).to(tl.int64)
+    elements = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    offsets = block * block_stride + (tokens % BLOCK) * D
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [(cache + offsets[:, None] + elements[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _decode_kernel(
     q,
     k_cache,
@@ -238,6 +213,7 @@ def _decode_kernel(
     tables,
     rows,
     contexts,
+    plan,
     out,
     parts,
     lses,
@@ -249,8 +225,7 @@ def _decode_kernel(
     scale,
     cap_scale,
     v_scale,
-    splits,
-    shortest,
+    WORKERS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -260,30 +235,52 @@ def _decode_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    SPLIT: tl.constexpr,
     GROUP_P: tl.constexpr,
     MERGED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    kv_head = tl.program_id(0)
+    worker = tl.program_id(1)
+    # These are the step's inputs, which no kernel writes. Those of a sequence are loaded while the
+    # one before is attended to.
+    length = tl.load(plan)
+    first = tl.load(plan + 1 + worker)
+    last = tl.load(plan + 1 + WORKERS + worker)
+    starts = plan + 1 + 2 * WORKERS
+    start, context, row = _sequence(starts, contexts, rows, first, last)
+    element, inside = group_elements(kv_head, GROUP, ROWS, D, DP)
+    k_cache += kv_head * BLOCK * D
+    v_cache += kv_head * BLOCK * D
     if PDL:
+        if AHEAD:
+            # Keys and values of all tokens but the last one are there already.
+            seen = tl.maximum(context - WINDOW, 0) // TILE if WINDOW else 0
+            asked = (seen + tl.maximum(worker * length - start, 0)) * TILE
+            table = tables + row.to(tl.int64) * table_stride
+            _ask_for(k_cache, table, asked, context, block_stride, BLOCK, AHEAD, D, LINE, LINES)
+            _ask_for(v_cache, table, asked, context, block_stride, BLOCK, AHEAD, D, LINE, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head = tl.program_id(0)
-    sequence = tl.program_id(1)
-    split = tl.program_id(2)
-    context = tl.load(contexts + sequence)
-    low, begin, end, active = split_range(context, splits, split, shortest, TILE, WINDOW)
-    out += sequence.to(tl.int64) * out_stride
-    if split < active:
-        element, inside = group_elements(kv_head, GROUP, ROWS, D, DP)
-        q_rows = q + sequence.to(tl.int64) * q_stride + element
-        row = tl.load(rows + sequence).to(tl.int64)
+    for number in tl.range(0, last - first, num_stages=1):
+        sequence = first + number
+        next_start, next_context, next_row = _sequence(starts, contexts, rows, sequence + 1, last)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(context - WINDOW, 0)
+        begin = low // TILE
+        tiles = tl.maximum(tl.cdiv(context, TILE) - begin, 1)
+        own = tl.maximum(worker * length - start, 0)  # the first of its tiles that are this one's
+        until = tl.minimum(worker * length + length - start, tiles)
+        end = tl.minimum((begin + until) * TILE, context)
         most, total, acc = attend(
-            tl.load(q_rows, mask=inside, other=0.0),
-            k_cache + kv_head * BLOCK * D,
-            v_cache + kv_head * BLOCK * D,
-            tables + row * table_stride,
-            begin,
+            tl.load(q + sequence.to(tl.int64) * q_stride + element, mask=inside, other=0.0),
+            k_cache,
+            v_cache,
+            tables + row.to(tl.int64) * table_stride,
+            (begin + own) * TILE,
             end,
             tl.full([ROWS], 0, tl.int32) + low,
             tl.full([ROWS], 0, tl.int32) + end - 1,
@@ -302,32 +299,29 @@ def _decode_kernel(
             CAPPED,
             "ieee",
         )
+        total = tl.where(context == 0, 1.0, total)  # padding: zeros
+        opener = start // length
         write_or_merge(
             most,
             total,
             acc * v_scale,
-            out,
+            out + sequence.to(tl.int64) * out_stride,
             parts,
             lses,
-            counters,
-            sequence,
+            counters + sequence * (HEADS // GROUP) + kv_head,
             kv_head,
-            split,
-            splits,
-            active,
+            opener,
+            worker - opener,
+            (start + tiles - 1) // length - opener + 1,
             HEADS,
             GROUP,
             ROWS,
             D,
             DP,
-            SPLIT,
             GROUP_P,
             MERGED,
         )
-    elif context == 0 and split == 0:
-        element, inside = group_elements(kv_head, GROUP, ROWS, D, DP)
-        zeros = tl.zeros([ROWS, DP], out.dtype.element_ty)
-        tl.store(out + element, zeros, mask=inside)
+        start, context, row = next_start, next_context, next_row
 
 
 def shape_constants(heads: int, kv_heads: int, head_size: int) -> dict[str, int]:
@@ -352,45 +346,41 @@ def decode_attention(
     tables_RB: torch.Tensor,
     rows_S: torch.Tensor,
     context_S: torch.Tensor,
+    plan: torch.Tensor,
     out_SQ: torch.Tensor,
     scratch: DecodeScratch,
     *,
     scale: float,
     kv_heads: int,
+    config: DecodeConfig,
     window: int = 0,
     soft_cap: float = 0.0,
-    longest: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """Writes out_SQ: attention of each sequence's last token, whose key and value are cached.
 
-    A sequence of context 0 is padding, and its row of out becomes zero. window: tokens that are
-    seen, the last included (0: all). longest: the host's bound of context_S, from which splits are
-    chosen (the tables' width otherwise); a longer context is right, but slow. The cache holds
-    keys / k_scale and values / v_scale.
+    plan: int32, what plan_decode makes of context_S and `config`, which no kernel before this one
+    may write; sequences that are not in it are left out. A sequence of context 0 is padding, and
+    its row of out becomes zero. window: tokens that are seen, the last included (0: all). The cache
+    holds keys / k_scale and values / v_scale.
     """
-    sequences, (_, width), head_size = len(q_SQ), tables_RB.shape, k_cache.shape[3]
+    sequences, head_size = len(q_SQ), k_cache.shape[3]
     block_size = block_size_of(k_cache, v_cache, kv_heads)
     heads = q_SQ.shape[1] // head_size
-    config = config or choose_decode_config(
-        sequences,
-        kv_heads,
-        longest or width * block_size,
-        window,
-        head_size * k_cache.element_size(),
-    )
-    check_scratch(scratch, sequences, heads, config.splits)
+    assert len(plan) >= plan_size(sequences, config), (len(plan), sequences, config)
+    check_scratch(scratch, sequences, heads, config.workers)
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
-    _decode_kernel[(kv_heads, sequences, config.splits)](
+    line = LINE_BYTES // k_cache.element_size()
+    _decode_kernel[(kv_heads, config.workers)](
         q_SQ,
         k_cache,
         v_cache,
         tables_RB,
         rows_S,
         context_S,
+        plan,
         out_SQ,
         *scratch,
         q_SQ.stride(0),
@@ -400,14 +390,15 @@ def decode_attention(
         score_scale,
         cap_scale,
         v_scale,
-        config.splits,
-        config.shortest,
+        WORKERS=config.workers,
         **shape_constants(heads, kv_heads, head_size),
         BLOCK=block_size,
         TILE=config.tile,
         WINDOW=window,
         CAPPED=soft_cap > 0,
-        SPLIT=config.splits > 1,
+        AHEAD=config.ahead * config.tile,
+        LINE=line,
+        LINES=triton.next_power_of_2(triton.cdiv(head_size, line)),
         PDL=pdl,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -415,10 +406,10 @@ def decode_attention(
     )
 
 
-def check_scratch(scratch: DecodeScratch, sequences: int, heads: int, splits: int) -> None:
+def check_scratch(scratch: DecodeScratch, sequences: int, heads: int, workers: int) -> None:
     """Whether a launch's parts have their place."""
     assert sequences * heads <= len(scratch.counters_N), (sequences, heads)
-    assert splits == 1 or sequences * splits <= len(scratch.parts_PQ), (sequences, splits)
+    assert 2 * workers <= len(scratch.parts_PQ), (sequences, workers)
     assert scratch.lse_PH.shape[1] == heads, heads
 
 
@@ -429,17 +420,17 @@ def decode_attention_reference(
     tables_RB: torch.Tensor,
     rows_S: torch.Tensor,
     context_S: torch.Tensor,
+    plan: torch.Tensor | None,
     out_SQ: torch.Tensor,
     scratch: DecodeScratch | None,
     *,
     scale: float,
     kv_heads: int,
+    config: DecodeConfig | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
-    longest: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
     out_SQ.zero_()

@@ -1,33 +1,85 @@
 """QK-norm, rotary position embedding, cache write and decode attention in one launch, for few
 sequences, where the gaps between launches cost more than what is in them.
 
-Programs are those of decode_attention.py. Each norms and rotates the query heads of its key head
-by itself. The one whose split has the sequence's last token also makes that token's key and value,
-writes them to the cache, and takes them into its sum from registers; no program reads from the
-cache what another one writes.
+A program has one sequence, one key head with all its query heads, and one split of the context. How
+many splits are launched is fixed by the host (a CUDA graph keeps its grid); how many have tokens
+each program computes from the context. They are merged as the parts of decode_attention.py.
+
+Each program norms and rotates the query heads of its key head by itself. The one whose split has
+the sequence's last token also makes that token's key and value, writes them to the cache, and takes
+them into its sum from registers; no program reads from the cache what another one writes.
 
 Shapes: see decode_attention.py; N = (heads + 2 kv_heads) x D.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from .decode_attention import (
-    DecodeConfig,
     DecodeScratch,
     check_scratch,
-    choose_decode_config,
     decode_attention_reference,
     group_elements,
     shape_constants,
-    split_range,
     write_or_merge,
 )
 from .paged import attend, block_size_of, score_scales
 from .rope import rope_and_cache_reference
+
+# Programs that the 132 multiprocessors of an H200 hold at once, four each.
+RESIDENT = 528
+MAX_SPLITS = 64
+SHORTEST_SPLIT = 64  # tokens
+
+
+class SplitConfig(NamedTuple):
+    """How a launch is cut: splits of `shortest` tokens or more, read `tile` tokens at a time."""
+
+    splits: int
+    shortest: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def choose_split_config(
+    sequences: int, kv_heads: int, longest: int, window: int, row_bytes: int
+) -> SplitConfig:
+    """The configuration for contexts up to `longest`, and keys of row_bytes bytes; measured on an
+    H200.
+    """
+    span = min(longest, window) if window else longest
+    programs = sequences * kv_heads
+    most = min(RESIDENT // programs, max(16, 128 // programs), MAX_SPLITS)
+    splits = max(1, min(most, -(-span // SHORTEST_SPLIT)))
+    if programs * splits <= RESIDENT // 2:
+        tile, warps, stages = 64, 4, 4
+    else:
+        tile, warps, stages = 32, 2, 3
+    # A tile of keys is at most 16 KiB, so that a multiprocessor has room for several programs.
+    tile = max(16, min(tile, 1 << (16384 // row_bytes).bit_length() - 1))
+    return SplitConfig(splits, SHORTEST_SPLIT, tile, warps, stages)
+
+
+@triton.jit
+def split_range(context, splits, split, shortest, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token that is seen; begin and end of this split; and how many splits have tokens.
+
+    begin is a multiple of TILE, at or before the first token seen.
+    """
+    low = 0
+    if WINDOW:
+        low = tl.maximum(context - WINDOW, 0)
+    start = low // TILE * TILE
+    length = tl.maximum(tl.cdiv(context - start, splits), shortest)
+    length = tl.cdiv(length, TILE) * TILE
+    begin = start + split * length
+    return low, begin, tl.minimum(begin + length, context), tl.cdiv(context - start, length)
 
 
 @triton.jit
@@ -89,7 +141,6 @@ def _fused_decode_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
     GROUP_P: tl.constexpr,
     MERGED: tl.constexpr,
     PDL: tl.constexpr,
@@ -161,20 +212,18 @@ def _fused_decode_kernel(
             total,
             acc * v_scale,
             out,
-            parts,
-            lses,
-            counters,
-            sequence,
+            parts + sequence * (2 * splits * HEADS * D),
+            lses + sequence * (2 * splits * HEADS),
+            counters + sequence * (HEADS // GROUP) + kv_head,
             kv_head,
+            0,
             split,
-            splits,
             active,
             HEADS,
             GROUP,
             ROWS,
             D,
             DP,
-            SPLIT,
             GROUP_P,
             MERGED,
         )
@@ -207,7 +256,7 @@ def fused_decode_attention(
     longest: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    config: DecodeConfig | None = None,
+    config: SplitConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """`rope_and_cache` and `decode_attention` in one: writes out_SQ and the cache at slots_S.
@@ -221,14 +270,14 @@ def fused_decode_attention(
     assert head_size % 2 == 0, head_size
     assert qkv_SN.shape[1] == (heads + 2 * kv_heads) * head_size, qkv_SN.shape
     assert cos_PD2.stride() == sin_PD2.stride() == (head_size // 2, 1)
-    config = config or choose_decode_config(
+    config = config or choose_split_config(
         sequences,
         kv_heads,
         longest or tables_RB.shape[1] * block_size,
         window,
         head_size * k_cache.element_size(),
     )
-    check_scratch(scratch, sequences, heads, config.splits)
+    check_scratch(scratch, sequences, heads, sequences * config.splits)
     _fused_decode_kernel[(kv_heads, sequences, config.splits)](
         qkv_SN,
         positions_S,
@@ -259,7 +308,6 @@ def fused_decode_attention(
         BLOCK=block_size,
         TILE=config.tile,
         WINDOW=window,
-        SPLIT=config.splits > 1,
         PDL=pdl,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -291,7 +339,7 @@ def fused_decode_attention_reference(
     longest: int | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    config: DecodeConfig | None = None,
+    config: SplitConfig | None = None,
     pdl: bool = False,
 ) -> None:
     q_SQ = torch.empty_like(out_SQ)
@@ -319,6 +367,7 @@ def fused_decode_attention_reference(
         tables_RB,
         rows_S,
         context_S,
+        None,
         out_SQ,
         scratch,
         scale=scale,

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringcast.kernels.gpu.decode_attention import (
-    DecodeConfig,
-    choose_decode_config,
-    decode_attention,
-    decode_scratch,
+from ringcast.kernels.gpu.decode_attention import decode_attention, decode_scratch
+from ringcast.kernels.gpu.decode_plan import DecodeConfig, choose_decode_config, plan_decode
+from ringcast.kernels.gpu.fused_decode_attention import (
+    SplitConfig,
+    choose_split_config,
+    fused_decode_attention,
 )
-from ringcast.kernels.gpu.fused_decode_attention import fused_decode_attention
 from ringcast.kernels.gpu.prefill_attention import (
     PrefillConfig,
     choose_prefill_config,
@@ -40,7 +40,7 @@ from ringcast.kernels.gpu.prefill_attention import (
 )
 
 BANDWIDTH = 4.3e12
-DECODE_SHAPES = "1x1024,1x8192,8x800,64x96,64x800,128x800,256x800,256xmixed"
+DECODE_SHAPES = "2x1024,8x96,8x800,64x96,64x800,256x800,16xmixed,32xmixed,64xmixed,256xmixed"
 PREFILL_SHAPES = "32x2048,8x1024+1024,4x8192"
 # Bytes of K and V that the launches of a graph go over, several times the L2.
 ROTATED = 1 << 29
@@ -133,9 +133,15 @@ def time_decode(options: argparse.Namespace, shape: str, changes: dict[str, int]
     caches = make_caches(contexts, model, options.block_size, dtype)
     sequences, longest = len(contexts), int(contexts.max())
     row_bytes = model.head_size * dtype.itemsize
-    config = choose_decode_config(sequences, model.kv_heads, longest, options.window, row_bytes)
-    config = config._replace(**changes)
-    scratch = decode_scratch(sequences, model.heads, model.head_size, "cuda")
+    config: DecodeConfig | SplitConfig
+    if options.kernel == "decode":
+        config = choose_decode_config(model.kv_heads, row_bytes)._replace(**changes)
+        workers = config.workers
+    else:
+        config = choose_split_config(sequences, model.kv_heads, longest, options.window, row_bytes)
+        config = config._replace(**changes)
+        workers = sequences * config.splits
+    scratch = decode_scratch(sequences, model.heads, model.head_size, workers, "cuda")
     q = torch.randn(sequences, model.heads * model.head_size, device="cuda", dtype=dtype)
     out = torch.empty_like(q)
     launch = decode_launch(options, model, caches, q, out, scratch, config)
@@ -149,7 +155,6 @@ def time_decode(options: argparse.Namespace, shape: str, changes: dict[str, int]
 
 def decode_launch(options, model, caches, q, out, scratch, config) -> Callable[[int], None]:
     """A launch of the decode kernel, or of the fused one."""
-    rest = (*caches[1:], out, scratch)
     how = {
         "kv_heads": model.kv_heads,
         "scale": model.head_size**-0.5,
@@ -158,7 +163,10 @@ def decode_launch(options, model, caches, q, out, scratch, config) -> Callable[[
         "pdl": options.pdl,
     }
     if options.kernel == "decode":
+        plan = plan_decode(caches.context.cpu().numpy(), options.window, config)
+        rest = (*caches[1:], torch.from_numpy(plan).cuda(), out, scratch)
         return lambda layer: decode_attention(q, *caches.layers[layer], *rest, **how)
+    rest = (*caches[1:], out, scratch)
     context = caches.context.long()
     blocks = caches.tables[caches.rows, (context - 1) // options.block_size].long()
     slots = (blocks * options.block_size + (context - 1) % options.block_size).int()
@@ -247,7 +255,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pdl", action="store_true", help="programmatic dependent launch")
     parser.add_argument("--replays", type=int, default=10, help="of each graph; the best counts")
     parser.add_argument("--compare", action="store_true", help="prefill beside torch's varlen_attn")
-    for name in dict.fromkeys(DecodeConfig._fields + PrefillConfig._fields):
+    fields = DecodeConfig._fields + SplitConfig._fields + PrefillConfig._fields
+    for name in dict.fromkeys(fields):
         parser.add_argument(f"--{name}", help="values to try, by commas")
     return parser.parse_args()
 
@@ -258,7 +267,9 @@ def main() -> None:
         sys.exit("There is no CUDA device here.")
     torch.manual_seed(0)
     prefill = options.kernel == "prefill"
-    names = (PrefillConfig if prefill else DecodeConfig)._fields
+    names = {"prefill": PrefillConfig, "decode": DecodeConfig, "fused": SplitConfig}[
+        options.kernel
+    ]._fields
     time_one = time_prefill if prefill else time_decode
     shapes = options.shapes or (PREFILL_SHAPES if prefill else DECODE_SHAPES)
     print(f"{options.kernel}, {options.model} {MODELS[options.model]}, {options.dtype}")

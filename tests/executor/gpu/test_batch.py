@@ -9,6 +9,7 @@ from kernels.gpu.devices import DEVICE
 
 from ringcast.executor.gpu.batch import Changes, GpuBatch
 from ringcast.executor.gpu.graphs import at_least, batch_sizes, context_bounds
+from ringcast.kernels.gpu.decode_plan import DecodeConfig
 from ringcast.kernels.gpu.step import apply_changes_reference
 from ringcast.mq import codec, messages
 from ringcast.mq.sampling_params import SamplingParams
@@ -23,6 +24,8 @@ def make_batch(**changes) -> GpuBatch:
         "num_groups": 2,
         "num_slots": 2,
         "pad": lambda count: at_least(batch_sizes(20), count),
+        "windows": [0],
+        "decode": DecodeConfig(4, 16, 4, 2),
         "device": DEVICE,
     }
     return GpuBatch(**(options | changes))

@@ -11,13 +11,12 @@ from ringcast.executor.gpu.graphs import (
     context_bounds,
     distinct_bounds,
 )
-from ringcast.kernels.gpu.decode_attention import choose_decode_config
-
-KV_HEADS, ROW_BYTES = 8, 256
+from ringcast.kernels.gpu.fused_decode_attention import choose_split_config
 
 
 def attention(size: int, bound: int):
-    return choose_decode_config(size, KV_HEADS, bound, 0, ROW_BYTES)
+    """Only one sequence is launched otherwise for other contexts."""
+    return choose_split_config(1, 8, bound, 0, 256) if size == 1 else None
 
 
 def test_bounds_that_are_launched_alike_share_the_longest():
@@ -28,7 +27,7 @@ def test_bounds_that_are_launched_alike_share_the_longest():
 def test_a_model_has_fewer_graphs_than_sizes_times_bounds():
     sizes, bounds = batch_sizes(256), context_bounds(40960)
     kinds = list(DecodeGraphs(sizes, bounds, attention).kinds())
-    assert len(kinds) == len(set(kinds)) == 52
+    assert len(kinds) == len(set(kinds)) == 38
     assert len(sizes) * (len(bounds) + 1) == 76
     assert kinds[0] == (256, 40961, True)  # the largest first
     assert kinds[-2:] == [(1, 40961, True), (1, 40961, False)]

@@ -29,6 +29,7 @@ from ringcast.kernels.gpu.all_reduce import (
     all_reduce_reference,
 )
 from ringcast.kernels.gpu.blocks import copy_blocks_reference
+from ringcast.kernels.gpu.decode_plan import DecodeConfig
 from ringcast.mq.errors import ConfigError
 from ringcast.mq.messages import StepPlan, WaveStep
 
@@ -226,6 +227,8 @@ def step_of(lengths: list[int], known: int = 5):
         num_groups=1,
         num_slots=1,
         pad=partial(at_least, batch_sizes(20)),
+        windows=[0],
+        decode=DecodeConfig(4, 16, 4, 2),
         device=torch.device("cpu"),
     )
     rows = np.arange(len(lengths), dtype=np.int32)

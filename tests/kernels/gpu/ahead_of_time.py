@@ -33,6 +33,7 @@ from ringcast.kernels.gpu import (
 from ringcast.kernels.gpu import decode_attention as decode
 from ringcast.kernels.gpu import fused_decode_attention as fused
 from ringcast.kernels.gpu import prefill_attention as prefill
+from ringcast.kernels.gpu.decode_plan import choose_decode_config, plan_size
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TYPES = {
@@ -100,25 +101,30 @@ def ints(*shape: int) -> torch.Tensor:
 def compile_attention(
     heads: int, kv_heads: int, size: int, window: int, block_size: int, cache: torch.dtype
 ) -> None:
-    """The launches of a model in bfloat16: decode for one and for many, fused, prefill, and the
+    """The launches of a model in bfloat16: decode for some and for many, fused, prefill, and the
     write into the cache.
     """
+    config = choose_decode_config(kv_heads, size * cache.itemsize)
     k = torch.zeros(2, kv_heads, block_size, size, dtype=cache)
     tables = ints(1, 128)
     how = {"scale": 1.0, "kv_heads": kv_heads, "window": window}
-    for sequences in (1, 64, 256):
+    for sequences in (1, 256):
         q = torch.zeros(sequences, heads * size, dtype=torch.bfloat16)
-        scratch = decode.decode_scratch(sequences, heads, size, "cpu")
+        scratch = decode.decode_scratch(sequences, heads, size, config.workers, "cpu")
         of_sequences = ints(sequences)
         rest = (k, k, tables, of_sequences, of_sequences)
-        decode.decode_attention(q, *rest, q, scratch, longest=1024, pdl=True, **how)
         if sequences == 1:
             qkv = torch.zeros(1, (heads + 2 * kv_heads) * size, dtype=torch.bfloat16)
             cos, weight = torch.zeros(64, size // 2), torch.ones(size)
             before = (qkv, of_sequences, of_sequences, cos, cos)
             norms = {"heads": heads, "q_weight_D": weight, "k_weight_D": weight}
             fused.fused_decode_attention(*before, *rest, q, scratch, pdl=True, **norms, **how)
-    prefill.prefill_attention(q, *rest[:4], ints(257), ints(256), ints(2, 5), q, **how)
+        else:
+            plan = ints(plan_size(sequences, config))
+            rest = (*rest, plan, q, scratch)
+            decode.decode_attention(q, *rest, config=config, pdl=True, **how)
+    rest = (k, k, tables, of_sequences)
+    prefill.prefill_attention(q, *rest, ints(257), ints(256), ints(2, 5), q, **how)
     rope.rope_and_cache(*before, k, k, q[:1], heads, kv_heads, pdl=True)
 
 

@@ -8,16 +8,18 @@ from kernels.gpu.devices import DEVICE, DTYPES
 from kernels.gpu.paged_cache import TOLERANCES, PagedCache, poisoned, randn, random_cache
 
 from ringcast.kernels.gpu.decode_attention import (
-    MAX_PARTS,
-    MAX_SPLITS,
-    DecodeConfig,
-    choose_decode_config,
     decode_attention,
     decode_attention_reference,
     decode_scratch,
 )
+from ringcast.kernels.gpu.decode_plan import DecodeConfig, plan_decode
 
-TWO_SPLITS = DecodeConfig(2, 64, 64, 4, 2)
+THREE_WORKERS = DecodeConfig(3, 16, 4, 2)
+
+
+def plan_of(cache: PagedCache, window: int, config: DecodeConfig) -> torch.Tensor:
+    contexts = cache.context_S.cpu().numpy()
+    return torch.from_numpy(plan_decode(contexts, window, config)).to(DEVICE)
 
 
 def check(
@@ -25,20 +27,21 @@ def check(
     heads: int,
     dtype: torch.dtype,
     *,
-    config=TWO_SPLITS,
+    config: DecodeConfig = THREE_WORKERS,
     **how,
 ) -> None:
     """Runs kernel and reference; the counters must be back at zero, for the next launch."""
     _, kv_heads, _, head_size = cache.k.shape
     sequences = len(cache.context_S)
     q = randn(sequences, heads * head_size, dtype=dtype)
-    scratch = decode_scratch(sequences, heads, head_size, DEVICE)
+    scratch = decode_scratch(sequences, heads, head_size, config.workers, DEVICE)
     scratch.parts_PQ.fill_(float("nan"))
     scratch.lse_PH.fill_(float("nan"))
     how = {"scale": head_size**-0.5, "kv_heads": kv_heads, **how}
+    plan = plan_of(cache, how.get("window", 0), config)
     out, expected = (poisoned(*q.shape, dtype=dtype) for _ in range(2))
-    decode_attention(q, *cache, out, scratch, config=config, **how)
-    decode_attention_reference(q, *cache, expected, None, **how)
+    decode_attention(q, *cache, plan, out, scratch, config=config, **how)
+    decode_attention_reference(q, *cache, None, expected, None, **how)
     torch.testing.assert_close(out, expected, **TOLERANCES[dtype])
     assert not scratch.counters_N.any()
 
@@ -60,17 +63,11 @@ def test_any_heads_and_blocks(heads, kv_heads, head_size, block_size):
     check(cache, heads, torch.float16)
 
 
-def test_configuration_and_splits_are_chosen_by_itself():
-    torch.manual_seed(0)
-    cache = random_cache([1, 170], 1, 64, 64, torch.float32)
-    check(cache, 2, torch.float32, config=None, longest=170)
-
-
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
 def test_a_window_bounds_what_is_seen(window):
     torch.manual_seed(1)
     cache = random_cache([1, 65, 200], 1, 32, 16, torch.float32)
-    check(cache, 3, torch.float32, window=window, config=DecodeConfig(3, 16, 32, 4, 2))
+    check(cache, 3, torch.float32, window=window, config=DecodeConfig(3, 32, 4, 2))
 
 
 def test_scores_are_capped():
@@ -79,43 +76,23 @@ def test_scores_are_capped():
     check(cache, 2, torch.float32, scale=4.0, soft_cap=3.0)
 
 
-@pytest.mark.parametrize(("splits", "tile"), [(1, 16), (2, 64), (5, 16), (20, 16)])
-def test_splits_are_merged(splits, tile):
+@pytest.mark.parametrize(("workers", "tile"), [(1, 16), (2, 64), (5, 16), (20, 16)])
+def test_parts_are_merged(workers, tile):
     torch.manual_seed(3)
-    cache = random_cache([0, 16, 100], 1, 32, 32, torch.float32)
-    check(cache, 3, torch.float32, config=DecodeConfig(splits, 16, tile, 4, 2))
+    cache = random_cache([0, 16, 100, 90], 1, 32, 32, torch.float32)
+    check(cache, 3, torch.float32, config=DecodeConfig(workers, tile, 4, 2))
 
 
 def test_a_merge_reads_more_parts_than_it_takes_at_once():
     torch.manual_seed(4)
-    cache = random_cache([200], 1, 256, 16, torch.float32)
-    check(cache, 16, torch.float32, config=DecodeConfig(13, 16, 16, 4, 2))
+    cache = random_cache([800], 1, 256, 16, torch.float32)
+    check(cache, 16, torch.float32, config=DecodeConfig(13, 16, 4, 2))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 3, 8])
-def test_every_choice_fits_the_scratch(kv_heads):
-    for sequences in (1, 2, 7, 64, 333, 1024):
-        parts = min(sequences * MAX_SPLITS, MAX_PARTS)
-        for longest in (1, 64, 1000, 131072):
-            for window in (0, 512):
-                config = choose_decode_config(sequences, kv_heads, longest, window, 256)
-                assert config.splits >= 1
-                assert config.splits == 1 or config.splits * sequences <= parts
-
-
-def test_one_long_sequence_is_split_and_many_are_not():
-    assert choose_decode_config(1, 8, 1024, 0, 256).splits == 16
-    assert choose_decode_config(1, 8, 100, 0, 256).splits == 2
-    assert choose_decode_config(256, 8, 1024, 0, 256).splits == 1
-    assert choose_decode_config(1, 8, 8192, 128, 256).splits == 2
-
-
-@pytest.mark.parametrize("row_bytes", [32, 160, 512, 1024, 4096])
-def test_a_tile_is_a_power_of_two(row_bytes):
-    tile = choose_decode_config(256, 8, 1024, 0, row_bytes).tile
-    assert tile >= 16
-    assert tile & (tile - 1) == 0
-    assert tile == 16 or tile * row_bytes <= 16384
+def test_many_sequences_and_few_workers():
+    torch.manual_seed(7)
+    cache = random_cache([1, 40, 0, 17, 200, 3, 0, 0, 64, 90], 2, 16, 16, torch.float32)
+    check(cache, 4, torch.float32, config=DecodeConfig(4, 16, 4, 2))
 
 
 @pytest.mark.gpu
@@ -139,4 +116,4 @@ def test_the_last_to_arrive_merges_whatever_the_order():
     torch.manual_seed(6)
     cache = random_cache([4000] * 4 + [700, 65], 4, 128, 64, torch.float16)
     for _ in range(20):
-        check(cache, 8, torch.float16, config=DecodeConfig(32, 64, 64, 4, 3))
+        check(cache, 8, torch.float16, config=DecodeConfig(132, 64, 4, 3))

@@ -8,16 +8,18 @@ import pytest
 import torch
 from kernels.gpu.devices import DEVICE, DTYPES
 from kernels.gpu.paged_cache import TOLERANCES, PagedCache, poisoned, randn, random_cache
+from kernels.gpu.test_decode_attention import plan_of
 from kernels.gpu.test_fused_decode_attention import last_slots
 
 from ringcast.kernels.gpu import blocks
 from ringcast.kernels.gpu.decode_attention import (
-    DecodeConfig,
     decode_attention,
     decode_attention_reference,
     decode_scratch,
 )
+from ringcast.kernels.gpu.decode_plan import DecodeConfig
 from ringcast.kernels.gpu.fused_decode_attention import (
+    SplitConfig,
     fused_decode_attention,
     fused_decode_attention_reference,
 )
@@ -30,7 +32,8 @@ from ringcast.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference
 
 FP8 = torch.float8_e4m3fn
 SCALES = {"k_scale": 0.25, "v_scale": 1.75}
-TWO_SPLITS = DecodeConfig(2, 64, 64, 4, 2)
+THREE_WORKERS = DecodeConfig(3, 16, 4, 2)
+TWO_SPLITS = SplitConfig(2, 64, 64, 4, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +95,10 @@ def test_decode_attention(dtype):
     cache = eight_bits([63, 0, 130], 2, 64, 64)
     q = randn(3, 4 * 64, dtype=dtype)
     out, want = (poisoned(*q.shape, dtype=dtype) for _ in range(2))
-    scratch = decode_scratch(3, 4, 64, DEVICE)
-    how = {"scale": 0.02, "kv_heads": 2, "window": 100, "config": TWO_SPLITS, **SCALES}
-    decode_attention(q, *cache, out, scratch, **how)
-    decode_attention_reference(q, *cache, want, None, **how)
+    scratch = decode_scratch(3, 4, 64, 3, DEVICE)
+    how = {"scale": 0.02, "kv_heads": 2, "window": 100, "config": THREE_WORKERS, **SCALES}
+    decode_attention(q, *cache, plan_of(cache, 100, THREE_WORKERS), out, scratch, **how)
+    decode_attention_reference(q, *cache, None, want, None, **how)
     compare(out, want, dtype)
 
 
@@ -103,9 +106,10 @@ def test_scores_are_capped_after_their_scale():
     cache = eight_bits([70], 1, 32, 16)
     q = randn(1, 2 * 32, dtype=torch.float32)
     out, want = (poisoned(1, 64, dtype=torch.float32) for _ in range(2))
-    how = {"scale": 0.05, "kv_heads": 1, "soft_cap": 3.0, **SCALES}
-    decode_attention(q, *cache, out, decode_scratch(1, 2, 32, DEVICE), config=TWO_SPLITS, **how)
-    decode_attention_reference(q, *cache, want, None, **how)
+    how = {"scale": 0.05, "kv_heads": 1, "soft_cap": 3.0, "config": THREE_WORKERS, **SCALES}
+    plan, scratch = plan_of(cache, 0, THREE_WORKERS), decode_scratch(1, 2, 32, 3, DEVICE)
+    decode_attention(q, *cache, plan, out, scratch, **how)
+    decode_attention_reference(q, *cache, None, want, None, **how)
     compare(out, want, torch.float32)
 
 
@@ -116,7 +120,7 @@ def test_fused_decode_attention(context, dtype):
     slots = last_slots(cache)
     qkv = randn(2, 4 * 64, dtype=dtype)
     cos, sin = (randn(300, 32, dtype=torch.float32) for _ in range(2))
-    scratch = decode_scratch(2, 2, 64, DEVICE)
+    scratch = decode_scratch(2, 2, 64, 4, DEVICE)
     how = {"heads": 2, "kv_heads": 1, "eps": 1e-5, "scale": 0.02, **SCALES}
     results = []
     for function in (fused_decode_attention, fused_decode_attention_reference):

@@ -7,13 +7,16 @@ import torch
 from kernels.gpu.devices import DEVICE, DTYPES
 from kernels.gpu.paged_cache import TOLERANCES, PagedCache, poisoned, randn, random_cache
 
-from ringcast.kernels.gpu.decode_attention import DecodeConfig, decode_scratch
+from ringcast.kernels.gpu.decode_attention import decode_scratch
 from ringcast.kernels.gpu.fused_decode_attention import (
+    MAX_SPLITS,
+    SplitConfig,
+    choose_split_config,
     fused_decode_attention,
     fused_decode_attention_reference,
 )
 
-TWO_SPLITS = DecodeConfig(2, 64, 64, 4, 2)
+TWO_SPLITS = SplitConfig(2, 64, 64, 4, 2)
 
 
 def last_slots(cache: PagedCache) -> torch.Tensor:
@@ -47,7 +50,8 @@ def check(
     if norm:
         how["q_weight_D"], how["k_weight_D"] = (randn(size, dtype=torch.float32) for _ in range(2))
     how |= {"heads": heads, "kv_heads": kv_heads, "eps": 1e-5, "scale": size**-0.5}
-    scratch = decode_scratch(sequences, heads, size, DEVICE)
+    splits = sequences * (MAX_SPLITS if config is None else config.splits)
+    scratch = decode_scratch(sequences, heads, size, splits, DEVICE)
     positions = cache.context_S - 1
     results = []
     for function in (fused_decode_attention, fused_decode_attention_reference):
@@ -81,16 +85,34 @@ def test_other_heads(heads, kv_heads, head_size, block_size):
 def test_a_window_bounds_what_is_seen(window):
     torch.manual_seed(2)
     cache = random_cache([1, 17, 100], 1, 32, 16, torch.float32)
-    check(cache, 2, torch.float32, window=window, config=DecodeConfig(3, 16, 16, 4, 2))
+    check(cache, 2, torch.float32, window=window, config=SplitConfig(3, 16, 16, 4, 2))
 
 
 @pytest.mark.parametrize("context", [64, 65, 66, 128])
 def test_the_last_token_may_be_alone_in_its_split(context):
     torch.manual_seed(3)
     cache = random_cache([context], 1, 32, 32, torch.float32)
-    check(cache, 2, torch.float32, config=DecodeConfig(8, 16, 32, 4, 2))
+    check(cache, 2, torch.float32, config=SplitConfig(8, 16, 32, 4, 2))
 
 
 def test_configuration_and_splits_are_chosen_by_itself():
     torch.manual_seed(4)
     check(random_cache([170], 1, 64, 64, torch.float32), 2, torch.float32, config=None, longest=170)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_a_long_sequence_is_split_into_no_more_than_there_are_tokens_for(kv_heads):
+    splits = [
+        choose_split_config(1, kv_heads, longest, 0, 256).splits for longest in (1, 64, 100, 131072)
+    ]
+    assert splits[:3] == [1, 1, 2]
+    assert 16 <= splits[3] <= MAX_SPLITS
+    assert choose_split_config(1, kv_heads, 8192, 128, 256).splits == 2
+
+
+@pytest.mark.parametrize("row_bytes", [32, 160, 512, 1024, 4096])
+def test_a_tile_is_a_power_of_two(row_bytes):
+    tile = choose_split_config(1, 8, 1024, 0, row_bytes).tile
+    assert tile >= 16
+    assert tile & (tile - 1) == 0
+    assert tile == 16 or tile * row_bytes <= 16384
