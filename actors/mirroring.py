@@ -75,11 +75,6 @@ class Mirroring:
         self._moved_at = time.perf_counter()
         self._awake.set()
 
-    def leave(self) -> None:
-        """The link is lost, or about to be: whoever waits in this memory, waits no longer."""
-        if self._mirror is not None:
-            self._mirror.leave()
-
     def _has_begun(self) -> bool:
         """Whether the other end has been greeted. It is as soon as it may be."""
         if self._mirror is None:

@@ -10,8 +10,8 @@ which wait for that, then begin to load. Nobody on either host can go on without
 master's gateway ends with its link, and with it the unit, whose next incarnation waits for the node
 for any time; and the node ends all that it has and joins again (frontend/cli/headless.py), which
 takes no longer than to start the same workers anew. Either supervisor kills the ranks. They aren't
-told that the link is lost (Mirroring.leave), or one's death could come before the gateway's, and be
-taken for the reason.
+told that the link is lost, or one's death could come before the gateway's, and be taken for the
+reason.
 
     on the node                                    | then
     -----------------------------------------------|------------------------------------------------

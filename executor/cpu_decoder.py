@@ -149,7 +149,7 @@ class CpuDecoder:
         sharding = Sharding(config, own.rank, own.size, by_expert, dealt, redundant)
         c, source = sharding.local, sharding.weights(source)
         self._config, self._layout = c, layout
-        self._numbers = self._stage.layers(c.num_layers)
+        self._numbers = self._stage.position.layers(c.num_layers)
         self.groups = deal_stage(c.windows, self._numbers)
         self.geometry = Geometry(
             layout.dtype,
@@ -181,7 +181,7 @@ class CpuDecoder:
         shape = c.vocab_size, c.hidden_size
         self._head: Linear | None = None
         self._embedding: Embedding | None = None
-        self._shares = stage.count == 1 and c.tied and layout.ties()
+        self._shares = stage.position.count == 1 and c.tied and layout.ties()
         if stage.is_first or (c.tied and stage.is_last):
             table = source.take("model.embed_tokens.weight", shape)
         if stage.is_last:
@@ -210,7 +210,7 @@ class CpuDecoder:
         elif self._group.size > 1:
             own += [exchange_kernel]
         own += expert_kernels(self._layout) if self._config.experts is not None else []
-        own += pipeline.KERNELS if self._stage.count > 1 else []
+        own += pipeline.KERNELS if self._stage.position.count > 1 else []
         return [add_rms_norm_kernel, rope_and_cache, *own, *self._layout.kernels(self._shares)]
 
     def num_bytes(self) -> int:

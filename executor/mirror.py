@@ -34,7 +34,8 @@ Why this is right. "r" is a rank, "q" one that reads what r writes, on the other
    taken item n, and they say so after they have read it.
 5. Words without slots say everything by their last value, so it doesn't matter if some are skipped.
 
-Where it breaks off, `leave` sets every `left`, so ranks that wait here wait no longer.
+Where a link breaks off, nobody here is told: the supervisor kills the ranks with their gateway or
+mirror.
 
 How it begins. The memory's head (HEAD_BYTES) is not mirrored. A worker writes there what is where
 (`describe`), then waits until all mirrors of its host are `open`, however long that takes: from
@@ -56,15 +57,15 @@ import msgspec
 import numpy as np
 
 from ..kernels.cpu import memory as layout
-from ..mq.errors import CorruptRecordError, PeerDeadError
+from ..mq.errors import CorruptRecordError
 from ..mq.fence import WEAK, order
 
 HEAD_BYTES = 1 << 16
 MOST_BYTES = 1 << 20  # of a record, but for one piece that is larger
 MOST_LINKS = 64
-# Words of the head: the description's size; 1 where a mirror has left; of each link: 1 when it is
-# there, and 1 when it is open. Then the description.
-_DESCRIBED, _LEFT, _HERE, _OPEN = 0, 1, 8, 8 + MOST_LINKS
+# Words of the head: the description's size; of each link: 1 when it is there, and 1 when it is
+# open. Then the description.
+_DESCRIBED, _HERE, _OPEN = 0, 8, 8 + MOST_LINKS
 _TEXT = 8 * (8 + 2 * MOST_LINKS)
 _LOOK_SECONDS = 0.005
 _PIECE = struct.Struct("<IIq")  # the region, the bytes that follow, what its word is then
@@ -176,10 +177,8 @@ def read_description(memory_fd: int) -> bytes | None:
 
 
 def wait_until_open(memory: np.ndarray, num_links: int) -> None:
-    """Wait for all mirrors of this host, for any time. Raises PeerDeadError if one has left."""
+    """Wait for all mirrors of this host, for any time."""
     while not memory[_OPEN : _OPEN + num_links].all():
-        if memory[_LEFT]:
-            raise PeerDeadError("the link with another host was lost")
         time.sleep(_LOOK_SECONDS)
 
 
@@ -202,7 +201,6 @@ class Mirror:
         beyond = frozenset(theirs)
         between = [region for region in every if region.members & beyond != frozenset()]
         between = [region for region in between if region.members - beyond]
-        self._lefts = [region.word // 8 for region in every if region.owner is None]
         self._ours = [(i, r) for i, r in enumerate(between) if r.owner not in beyond]
         theirs = ((i, r) for i, r in enumerate(between) if r.owner is None or r.owner in beyond)
         self._theirs = dict(theirs)
@@ -273,11 +271,6 @@ class Mirror:
                 raise CorruptRecordError(f"region {number} isn't theirs to write")
             self._write(region, count, view[at : at + used], used)
             at += used
-
-    def leave(self) -> None:
-        """The link is lost: whoever waits here, waits no longer."""
-        self._words[_LEFT] = 1
-        self._words[self._lefts] = 1
 
     def _write(self, region: Region, count: int, piece: memoryview, used: int) -> None:
         word = region.word // 8

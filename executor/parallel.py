@@ -102,10 +102,7 @@ def map_memory(memory_fd: int, num_bytes: int) -> np.ndarray:
 
 
 def map_parts(memory_fd: int, parts: Sequence[mirror.Part], num_links: int) -> list[np.ndarray]:
-    """The parts of the ranks' memory. num_links: mirrors of it on this host, which are waited for.
-
-    Raises PeerDeadError as mirror.wait_until_open.
-    """
+    """The parts of the ranks' memory. num_links: mirrors on this host, which are waited for."""
     placed, size = mirror.lay_out(parts)
     memory = map_memory(memory_fd, size)
     mirror.describe(memory, placed)

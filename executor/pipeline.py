@@ -30,7 +30,7 @@ from ..mq.config import EngineConfig
 from ..mq.errors import PeerDeadError
 from .mirror import Exchange, Part, Pipe
 from .parallel import Alone, Group, HostGroup, map_parts
-from .stages import split
+from .stages import WHOLE, Position
 
 KERNELS: tuple[Kernel, ...] = (pipe.send_kernel, pipe.receive_kernel)
 _HIDDEN_SLOTS = 2  # a stage computes the next step while the last one is still unread
@@ -89,22 +89,15 @@ class Link:
 
 
 class Stage:
-    """Number `number` of `count`. waited: seconds that the last `wait` took."""
+    """waited: seconds that the last `wait` took."""
 
     def __init__(
-        self,
-        number: int = 0,
-        count: int = 1,
-        inlet: Link | None = None,
-        outlet: Link | None = None,
+        self, position: Position = WHOLE, inlet: Link | None = None, outlet: Link | None = None
     ) -> None:
-        self.number, self.count = number, count
-        self.is_first, self.is_last = not number, number == count - 1
+        self.position = position
+        self.is_first, self.is_last = position.is_first, position.is_last
         self.waited = 0.0
         self._inlet, self._outlet = inlet, outlet
-
-    def layers(self, num_layers: int) -> range:
-        return split(num_layers, self.count)[self.number]
 
     def receive(self, rows: np.ndarray, x_TH: torch.Tensor) -> Launch:
         """Not on the first stage."""
@@ -173,12 +166,12 @@ def join(
         shape = len(pipe.readers), pipe.slots, pipe.words
         return Link(part, shape, reader, world.has_left, timeout)
 
-    is_first, is_last = not number, number == stages - 1
-    inlet = None if is_first else link(links[rank - width], hidden[rank - width], 0)
-    outlet = None if is_last else link(links[rank], hidden[rank], None)
+    position = Position(number, stages)
+    inlet = None if position.is_first else link(links[rank - width], hidden[rank - width], 0)
+    outlet = None if position.is_last else link(links[rank], hidden[rank], None)
     heard = None
-    if not is_last:
+    if not position.is_last:
         heard = link(memory[1 + stages], tokens, rank)
     elif not own:
         heard = link(memory[1 + stages], tokens, None)
-    return Place(world, group, Stage(number, stages, inlet, outlet), heard)
+    return Place(world, group, Stage(position, inlet, outlet), heard)

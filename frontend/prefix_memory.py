@@ -4,7 +4,7 @@ A prompt's beginning is named by its blocks of BLOCK_BYTES, as the client has th
 token ids, or the JSON of a chat's tools and messages), each by a hash of all up to its end and of
 the cache salt. A chat template or a tokenizer may make other blocks of it, and a replica may have
 dropped what it had, so this is a guess: it costs a place in the queue when it is wrong, and no
-more. Names that were not met for longest are forgotten first.
+more. Names that were not met for longest are forgotten first, and of one prompt the last ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PrefixMemory:
     def note(self, names: list[bytes], engine: int) -> None:
         """A prompt with these blocks goes to a replica."""
         engines = self._engines
-        for name in names:
+        for name in reversed(names):
             engines[name] = engines.get(name, 0) | 1 << engine
             engines.move_to_end(name)
         while len(engines) > self._most:

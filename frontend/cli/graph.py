@@ -9,7 +9,7 @@ layer. Nothing here knows any actor by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
@@ -78,34 +78,41 @@ class Graph(msgspec.Struct, frozen=True):
 
 
 def make_graph(
-    counts: dict[str, int], transport: str = "", pids: Mapping[str, int] | None = None
+    counts: dict[str, int],
+    transport: str = "",
+    pids: Mapping[str, int] | None = None,
+    edges: Collection[str] = (),
 ) -> Graph:
     """The graph with so many instances of each kind (where not said, as many as usual). Of kinds
-    that have none nothing is drawn."""
-    pids = pids or {}
-    units = topology.units(counts)
-    there = {_kind(name) for name in topology.instances(counts)}
+    that have none nothing is drawn. pids, edges: of a server, which may have a part of it alone."""
+    names, channels = topology.instances(counts), topology.channels(counts)
+    if pids is not None:
+        names = [name for name in names if name in pids]
+        channels = [channel for channel in channels if channel.name in edges]
+    parts = {unit: [n for n in names if n in all_] for unit, all_ in topology.units(counts).items()}
+    units = {unit: members for unit, members in parts.items() if members}
+    there = {_kind(name) for name in names}
     rows = tuple(row for row in topology.ACTORS if row.kind in there)
-    edges = tuple(e for e in topology.EDGES if {e.source, e.target} <= there)
-    places = place(rows, edges)
-    nodes = [_node(row, counts, units, places[row.kind], pids) for row in rows]
-    channels = topology.channels(counts)
+    drawn = tuple(e for e in topology.EDGES if {e.source, e.target} <= there)
+    places = place(rows, drawn)
+    nodes = [_node(row, names, units, places[row.kind], pids or {}) for row in rows]
+    arrows = [_arrow(row, places, channels) for row in drawn]
     return Graph(
         nodes=sorted(nodes, key=lambda node: (node.layer, node.lane)),
-        arrows=[_arrow(row, places, channels) for row in edges],
-        units={name: list(members) for name, members in units.items()},
+        arrows=[arrow for arrow in arrows if arrow.channels],
+        units=units,
         transport=transport,
     )
 
 
 def _node(
     row: ActorRow,
-    counts: dict[str, int],
-    units: dict[str, tuple[str, ...]],
+    everyone: list[str],
+    units: dict[str, list[str]],
     where: Place,
     pids: Mapping[str, int],
 ) -> Node:
-    names = [name for name in topology.instances(counts) if _kind(name) == row.kind]
+    names = [name for name in everyone if _kind(name) == row.kind]
     mine = [unit for unit, members in units.items() if any(name in members for name in names)]
     return Node(
         kind=row.kind,

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,26 @@ def _graph(args: argparse.Namespace) -> Graph:
 
 
 def graph_of(status: dict[str, Any]) -> Graph:
-    """The graph of a running server, from its /status. (That doesn't tell the transport.)"""
+    """The graph of a running server, from its /status. (That doesn't tell the transport.) What is
+    on other hosts isn't drawn."""
     pids = {actor["name"]: actor["pid"] for actor in status["actors"]}
-    return make_graph(Counter(name.partition(".")[0] for name in pids), pids=pids)
+    edges = {edge["name"] for edge in status["edges"]}
+    return make_graph(_counts(pids, edges), pids=pids, edges=edges)
+
+
+def _counts(names: Iterable[str], edges: Iterable[str]) -> dict[str, int]:
+    """How many there are of each kind on all hosts, by what one of them has."""
+    counts = Counter(name.partition(".")[0] for name in names)
+    local = sum(edge.endswith(">workers") for edge in edges)  # engines that have workers here
+    nodes = 1 + counts["gateway"]  # that share an engine
+    ranks = nodes * counts["worker"] // max(local, 1)
+    counts["worker"] = max(counts["scheduler"], 1) * ranks
+    if counts["gateway"]:
+        counts["gateway"] = nodes  # 0 is nowhere
+    if counts["mirror"]:
+        counts["mirror"] = counts["scheduler"]
+    counts[topology.LOCKSTEP] = int(any(e.startswith("coordinator.0>scheduler.") for e in edges))
+    return counts
 
 
 async def _status(url: str) -> Any:

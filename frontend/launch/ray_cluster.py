@@ -106,7 +106,8 @@ class RayCluster:
 
     def end(self) -> None:
         """End all replicas and give their room back."""
-        stops = [actor.stop.remote(ENDING_SECONDS) for actor in self._actors.values()]
+        actors = list(self._actors.values())  # a thread in `run` may still make one
+        stops = [actor.stop.remote(ENDING_SECONDS) for actor in actors]
         if stops:  # one that is being started anew just now has nothing to end in order
             self._ray.wait(stops, num_returns=len(stops), timeout=ENDING_SECONDS)
         for rank in list(self._actors):

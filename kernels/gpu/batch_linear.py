@@ -24,9 +24,8 @@ import triton.language as tl
 
 from .activation import activate, activated, check_kind
 from .batch_linear_table import MOST_SPLITS, Config, configuration, rule
-from .tile_linear import launch_tile_linear
+from .tile_linear import LINE_BYTES, add_product, ask_for_lines, launch_tile_linear, lines_ahead
 
-LINE_BYTES = 128
 # Float32 elements of scratch for split launches, at most. A weight of many rows isn't split.
 MOST_PARTS = 1 << 23
 MOST_TILES = 4096
@@ -135,7 +134,7 @@ def batch_linear(
         BLOCK=chosen.block,
         SPLITS=chosen.splits,
         STAGES=chosen.stages,
-        LINES=_lines(chosen, weight_NK.element_size()) if pdl else 0,
+        LINES=lines_ahead(chosen, weight_NK.element_size()) if pdl else 0,
         LINE=LINE_BYTES // weight_NK.element_size(),
         SWAP=chosen.swap,
         PDL=pdl,
@@ -151,12 +150,6 @@ def _is_even(config: Config, inputs: int) -> bool:
     if config.splits * config.block < inputs:
         raise ValueError(f"{config} has one block a split, too few for {inputs} inputs")
     return config.splits * config.block == inputs
-
-
-def _lines(config: Config, itemsize: int) -> int:
-    """Cache lines of a row to ask for ahead: a power of two."""
-    lines = config.prefetch * config.block * itemsize // LINE_BYTES
-    return 1 << lines.bit_length() - 1 if lines else 0
 
 
 def _check(
@@ -207,19 +200,6 @@ def _check_scratch(scratch: BatchLinearScratch, config: Config, tiles: int) -> N
 
 
 @triton.jit
-def _prefetch(places):
-    """Into the L2 cache, the lines at these places."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _block(places, k, start, inputs, EVEN: tl.constexpr, present=None):
     """Inputs start + k of some rows, those `present`; zeros past the last input."""
     if EVEN and present is None:
@@ -231,15 +211,6 @@ def _block(places, k, start, inputs, EVEN: tl.constexpr, present=None):
     else:
         block = tl.load(places + start, mask=present & (k < inputs - start), other=0.0)
     return block
-
-
-@triton.jit
-def _add_product(y, w, values, SWAP: tl.constexpr):
-    if SWAP:
-        y = tl.dot(w, tl.trans(values), y, input_precision="tf32x3")
-    else:
-        y = tl.dot(values, tl.trans(w), y, input_precision="tf32x3")
-    return y
 
 
 @triton.jit
@@ -333,8 +304,7 @@ def _batch_linear_kernel(
     k = tl.arange(0, BLOCK)[None, :]
     w_places = first_of_row + k
     if LINES:
-        ahead = first * BLOCK + tl.arange(0, LINES) * LINE
-        _prefetch(first_of_row + tl.minimum(ahead, inputs - 1)[None, :])
+        ask_for_lines(first_of_row, first * BLOCK, inputs, LINES, LINE)
     if STAGES == 1:
         w = _block(w_places, k, first * BLOCK, inputs, EVEN)
     if PDL:
@@ -346,12 +316,12 @@ def _batch_linear_kernel(
     y = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
     if STAGES == 1:
         values = _block(x_places, k, first * BLOCK, inputs, EVEN, present)
-        y = _add_product(y, w, values, SWAP)
+        y = add_product(y, w, values, SWAP)
     else:
         for block in tl.range(first, last, num_stages=STAGES):
             w = _block(w_places, k, block * BLOCK, inputs, EVEN)
             values = _block(x_places, k, block * BLOCK, inputs, EVEN, present)
-            y = _add_product(y, w, values, SWAP)
+            y = add_product(y, w, values, SWAP)
     if not SWAP:
         y = tl.trans(y)
 

@@ -76,7 +76,6 @@ def launch_tile_linear(
     token_tiles = triton.cdiv(tokens, config.tokens)
     programs = triton.cdiv(rows, config.rows) * token_tiles * config.splits
     taken = config.rows // 2 if gated else config.rows
-    lines = config.prefetch * block * weight_NK.element_size() // LINE_BYTES if pdl else 0
     _tile_linear_kernel[(programs,)](
         TensorDescriptor(x_TK, list(x_TK.shape), [x_TK.stride(0), 1], [config.tokens, block]),
         TensorDescriptor(weight_NK, [rows, inputs], [inputs, 1], [taken, block]),
@@ -98,7 +97,7 @@ def launch_tile_linear(
         BLOCK=block,
         SPLITS=config.splits,
         STAGES=config.stages,
-        LINES=1 << lines.bit_length() - 1 if lines else 0,
+        LINES=lines_ahead(config, weight_NK.element_size()) if pdl else 0,
         LINE=LINE_BYTES // weight_NK.element_size(),
         SWAP=config.swap,
         SPINS=LOOKS if programs <= _multiprocessors(x_TK.device) else 0,
@@ -106,6 +105,12 @@ def launch_tile_linear(
         num_warps=config.warps,
         launch_pdl=pdl,
     )
+
+
+def lines_ahead(config: Config, itemsize: int) -> int:
+    """Cache lines of a row to ask for ahead: a power of two."""
+    lines = config.prefetch * config.block * itemsize // LINE_BYTES
+    return 1 << lines.bit_length() - 1 if lines else 0
 
 
 @functools.cache
@@ -117,7 +122,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _ask_for_lines(first_of_row, start, inputs, LINES: tl.constexpr, LINE: tl.constexpr):
+def ask_for_lines(first_of_row, start, inputs, LINES: tl.constexpr, LINE: tl.constexpr):
     """Into the L2 cache, LINES cache lines of each row."""
     k = tl.minimum(start + tl.arange(0, LINES) * LINE, inputs - 1)
     tl.inline_asm_elementwise(
@@ -131,7 +136,7 @@ def _ask_for_lines(first_of_row, start, inputs, LINES: tl.constexpr, LINE: tl.co
 
 
 @triton.jit
-def _add_product(y, w, values, SWAP: tl.constexpr):
+def add_product(y, w, values, SWAP: tl.constexpr):
     if SWAP:
         y = tl.dot(w, values.T, y, input_precision="tf32x3")
     else:
@@ -265,10 +270,10 @@ def _tile_linear_kernel(
     n = first_row + tl.arange(0, ROWS)
     if LINES:
         row = tl.minimum(n, outputs - 1).to(tl.int64)[:, None]
-        _ask_for_lines(weight_start + row * inputs, first * BLOCK, inputs, LINES, LINE)
+        ask_for_lines(weight_start + row * inputs, first * BLOCK, inputs, LINES, LINE)
         if ACTIVATION is not None:
             ups = weight_start + (row + outputs) * inputs
-            _ask_for_lines(ups, first * BLOCK, inputs, LINES, LINE)
+            ask_for_lines(ups, first * BLOCK, inputs, LINES, LINE)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -277,10 +282,10 @@ def _tile_linear_kernel(
     for block in tl.range(first, last, num_stages=STAGES):
         values = x.load([first_token, block * BLOCK])
         w = weight.load([first_row, block * BLOCK])
-        y = _add_product(y, w, values, SWAP)
+        y = add_product(y, w, values, SWAP)
         if ACTIVATION is not None:
             w_up = weight.load([outputs + first_row, block * BLOCK])
-            up = _add_product(up, w_up, values, SWAP)
+            up = add_product(up, w_up, values, SWAP)
     if SWAP:
         y = y.T
         up = up.T

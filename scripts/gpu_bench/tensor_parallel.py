@@ -60,7 +60,7 @@ def in_processes(what: str, ranks: int, limit: float) -> None:
         status = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
         print("all ranks ended with", status, flush=True)
     except subprocess.TimeoutExpired:
-        print(f"sums: not done after {limit:.0f} s", flush=True)
+        print(f"not done after {limit:.0f} s", flush=True)
     finally:
         for process in processes:
             process.kill()

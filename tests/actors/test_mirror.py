@@ -12,6 +12,7 @@ from ports import free_ports
 from ringcast.actors.boot import Boot
 from ringcast.actors.control import Control
 from ringcast.actors.mirror import Mirror
+from ringcast.executor import mirror
 from ringcast.executor.mirror import Exchange
 from ringcast.executor.parallel import HostGroup, map_parts
 from ringcast.mq import supervision
@@ -103,7 +104,8 @@ class Host:
 
     async def close(self) -> None:
         self.task.cancel()
-        os.pwrite(self.memory_fd, (1).to_bytes(8, "little"), 8)  # "left": its ranks wait no longer
+        for place in (mirror.HEAD_BYTES, 8 * mirror._OPEN):  # one has left, and they have met
+            os.pwrite(self.memory_fd, (1).to_bytes(8, "little"), place)  # so they wait no longer
         await asyncio.gather(self.task, *self.meetings, return_exceptions=True)
         asyncio.get_running_loop().remove_reader(self.control.fileno())
         self.control.close()

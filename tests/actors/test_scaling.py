@@ -33,6 +33,9 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(device="cuda", tensor_parallel_size=2)
     assert Scaling(engine, is_cluster=False).refusal(2) == ""
     assert "6 CUDA devices, and there are 4" in Scaling(engine, is_cluster=False).refusal(3)
+    engine = EngineConfig(device="cuda", pipeline_parallel_size=2)
+    assert Scaling(engine, is_cluster=False).refusal(2) == ""
+    assert "6 CUDA devices, and there are 4" in Scaling(engine, is_cluster=False).refusal(3)
 
 
 def test_several_hosts_and_fixed_ranks_are_refused() -> None:

@@ -250,7 +250,8 @@ def test_workers_find_their_places():
             if not stage.is_last:
                 stage.wait()
                 stage.send(rows, x)()
-            results[rank] = stage.number, place.group.rank, x[0, 0].item(), place.tokens is None
+            where = stage.position.number, place.group.rank
+            results[rank] = *where, x[0, 0].item(), place.tokens is None
             place.world.barrier()
             place.leave()
         except BaseException as error:

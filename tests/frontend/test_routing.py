@@ -160,6 +160,14 @@ def test_the_oldest_names_are_forgotten() -> None:
     ]
 
 
+def test_of_a_prompt_its_last_names_are_forgotten_first() -> None:
+    """Without the first ones the others are of no use."""
+    memory = PrefixMemory(1, most=3)
+    memory.note([b"a", b"b", b"c"], 0)
+    memory.note([b"d"], 0)
+    assert memory.held([b"a", b"b", b"c"]).tolist() == [2]
+
+
 def test_a_new_replica_gets_its_share_and_one_that_leaves_nothing() -> None:
     router = Router(1, policy="prefix")
     router.regain(2)

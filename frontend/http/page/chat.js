@@ -159,7 +159,7 @@ class Answer {
     if (this.usage) {
       const count = this.usage.completion_tokens;
       said.push(`${count} ${count === 1 ? "token" : "tokens"}`);
-      if (count > 1 && now > this.first) said.push(`${((1000 * (count - 1)) / (now - this.first)).toFixed(1)} tok/s`);
+      if (count > 1 && this.first && now > this.first) said.push(`${((1000 * (count - 1)) / (now - this.first)).toFixed(1)} tok/s`);
     }
     if (this.first) said.push(`first after ${Math.round(this.first - this.start)} ms`);
     said.push({ stop: "complete", length: "cut at max tokens", stopped: "stopped" }[reason] ?? `ended: ${reason}`);

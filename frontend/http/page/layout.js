@@ -18,7 +18,7 @@ const rankOf = (kind) => RANKS[kind] ?? OTHERS;
 const indexOf = (name) => Number(name.split(".")[1] || 0);
 
 export function layOut(names, edges, vertical) {
-  const groups = groupsOf(names);
+  const groups = groupsOf(names, edges);
   const place = new Placer(vertical);
   const columns = [
     groups.filter((group) => group.rank === 0),
@@ -72,16 +72,17 @@ export function layOut(names, edges, vertical) {
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
-// Processes of a kind stand together; of schedulers and workers, those of one engine.
-function groupsOf(names) {
-  const count = (kind) => names.filter((name) => kindOf(name) === kind).length;
-  const engines = Math.max(1, count("scheduler"));
+// Processes of a kind stand together; of schedulers and workers, those of one engine. Engines of
+// other hosts have a scheduler here, but no workers.
+function groupsOf(names, edges) {
+  const workers = names.filter((name) => kindOf(name) === "worker").length;
+  const width = workers / edges.filter((edge) => edge.endsWith(">workers")).length;
   const groups = new Map();
   for (const name of names) {
     const kind = kindOf(name);
     let engine = null;
     if (kind === "scheduler") engine = indexOf(name);
-    if (kind === "worker") engine = Math.floor((indexOf(name) * engines) / count("worker"));
+    if (kind === "worker") engine = Math.floor(indexOf(name) / width);
     const id = engine === null ? kind : `${kind} ${engine}`;
     const rank = rankOf(kind);
     if (!groups.has(id)) groups.set(id, { id, kind, engine, rank, names: [] });

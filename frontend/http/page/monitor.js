@@ -27,16 +27,17 @@ export class Monitor {
     clearTimeout(this.timer);
     if (document.hidden || this.asking) return;
     this.asking = true;
+    let again = true;
     try {
       this.show(await getJson("status", PATIENCE));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       this.missed(error);
-      if (error.status === 401) return; // whoever gives a key asks again
+      again = error.status !== 401; // whoever gives a key asks again
     } finally {
       this.asking = false;
+      if (again) this.timer = setTimeout(() => this.ask(), INTERVAL);
     }
-    this.timer = setTimeout(() => this.ask(), INTERVAL);
   }
 
   missed(error) {

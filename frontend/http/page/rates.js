@@ -11,10 +11,9 @@ export class Rates {
   }
 
   add(status, seconds) {
-    const pids = Object.fromEntries(status.actors.map((actor) => [actor.name, actor.pid]));
     const edges = Object.fromEntries(status.edges.map((edge) => [edge.name, edge.records]));
     const cpu = Object.fromEntries(status.actors.map((actor) => [actor.pid, actor.cpu_seconds]));
-    this.samples.push({ seconds, pids, edges, cpu, statistics: status.statistics });
+    this.samples.push({ seconds, edges, cpu, statistics: status.statistics });
     if (this.samples.length > SAMPLES) this.samples.shift();
   }
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcast.actors import topology
+from ringcast.actors.hosts import Part, counts_on, part_of
 from ringcast.actors.topology import ActorRow, EdgeRow
 from ringcast.frontend.cli.graph import make_graph, place
 from ringcast.frontend.cli.graph_routes import Box, lay_out
@@ -20,6 +21,7 @@ from ringcast.frontend.cli.graph_svg import draw_svg
 from ringcast.frontend.cli.graph_text import draw_text
 from ringcast.frontend.cli.main import main
 from ringcast.frontend.cli.topology import graph_of
+from ringcast.mq.cluster_config import ClusterConfig, ClusterPlace
 
 SVG = "{http://www.w3.org/2000/svg}"
 COUNTS = [
@@ -28,14 +30,23 @@ COUNTS = [
     {"client": 2},
     {"client": 3, "worker": 8},
     topology.counts_for(replicas=2, ranks=2),
+    {**topology.counts_for(replicas=2, ranks=2), topology.LOCKSTEP: 1},
     {"tokenizer": 2, "detokenizer": 3},
 ]
-STATUS = {
-    "actors": [
-        {"name": name, "pid": 4000 + i}
-        for i, name in enumerate(topology.instances({"worker": 2, "client": 3}))
-    ]
-}
+
+
+def status_of(part: Part) -> dict[str, Any]:
+    return {
+        "actors": [{"name": name, "pid": 4000 + i} for i, name in enumerate(part.instances)],
+        "edges": [{"name": channel.name} for channel in part.channels],
+    }
+
+
+def place_of(first: int, num: int, **config: Any) -> ClusterPlace:
+    return ClusterPlace(config=ClusterConfig(**config), first=first, num=num, session="")
+
+
+STATUS = status_of(part_of({"worker": 2, "client": 3}, None))
 
 
 def texts(element: ET.Element) -> list[str]:
@@ -57,7 +68,8 @@ def rows_of(counts: dict[str, int]) -> list[ActorRow]:
 
 def edges_of(counts: dict[str, int]) -> list[EdgeRow]:
     kinds = {row.kind for row in rows_of(counts)}
-    return [edge for edge in topology.EDGES if {edge.source, edge.target} <= kinds]
+    edges = [edge for edge in topology.EDGES if {edge.source, edge.target} <= kinds]
+    return [edge for edge in edges if not edge.lockstep or counts.get(topology.LOCKSTEP)]
 
 
 def row_of(graph: Any, edge: EdgeRow) -> str:
@@ -300,6 +312,9 @@ def test_a_running_server_gives_numbers_and_pids(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = graph_of(STATUS)
+    assert {unit: tuple(members) for unit, members in graph.units.items()} == topology.units(
+        {"worker": 2, "client": 3}
+    )
     lines = draw_text(graph).splitlines()
     heading = f"8 processes, {len(topology.channels({'worker': 2, 'client': 3}))} channels"
     assert lines[0] == heading
@@ -312,6 +327,30 @@ def test_a_running_server_gives_numbers_and_pids(
     assert main(["topology", "--url", url]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith("worker ") and line.endswith(" 17") for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "more", "place"),
+    [
+        (4, {}, place_of(0, 2)),
+        (4, {}, place_of(1, 3)),
+        (4, {}, place_of(0, 0)),
+        (4, {topology.LOCKSTEP: 1}, place_of(0, 2)),
+        (4, {topology.LOCKSTEP: 1}, None),
+        (1, {}, place_of(0, 1, nnodes=2)),
+    ],
+)
+def test_of_several_hosts_what_is_on_the_server_s_is_drawn(
+    replicas: int, more: dict[str, int], place: ClusterPlace | None
+) -> None:
+    part = part_of(counts_on({**topology.counts_for(replicas, 4), **more}, place), place)
+    graph = graph_of(status_of(part))
+    assert sorted(n for node in graph.nodes for n in node.instances) == sorted(part.instances)
+    drawn = {channel.name for arrow in graph.arrows for channel in arrow.channels}
+    assert drawn == {channel.name for channel in part.channels}
+    assert {unit: tuple(members) for unit, members in graph.units.items()} == part.units
+    assert len(draw_text(graph).splitlines()) > len(graph.arrows)
+    assert len(groups(ET.fromstring(draw_svg(graph)), "edge")) == len(graph.arrows)
 
 
 @pytest.mark.parametrize("option", ["--tensor-parallel-size", "-tp", "--workers"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,10 @@ from typing import Any
 import pytest
 
 import ringcast
+from ringcast.actors import topology
+from ringcast.actors.hosts import part_of
 from ringcast.frontend.http.web_page import NAMES, PATHS
+from ringcast.mq.cluster_config import ClusterConfig, ClusterPlace
 
 FOLDER = Path(ringcast.__file__).parent / "frontend/http/page"
 TYPES = {
@@ -21,6 +27,14 @@ TYPES = {
 }
 TEXTS = ("text", "muted", "accent", "good", "warn", "bad")
 GROUNDS = ("card", "page")
+FRAMES = """
+const { layOut } = await import(process.argv[1]);
+const { boxes, frames } = layOut(...JSON.parse(process.argv[2]));
+const inside = (frame) => ([, { x, y }]) => x > frame.x && x < frame.x + frame.width
+    && y > frame.y && y < frame.y + frame.height;
+const names = (frame) => [...boxes].filter(inside(frame)).map(([name]) => name).sort();
+console.log(JSON.stringify(frames.map((frame) => [frame.label, names(frame)])));
+"""
 
 
 def test_every_file_of_the_folder_is_served() -> None:
@@ -102,6 +116,23 @@ def test_what_files_name_is_served() -> None:
     ids = set(re.findall(r'\bid="([^"]+)"', index))
     for path in FOLDER.glob("*.js"):
         assert set(re.findall(r'byId\("([^"]+)"\)', path.read_text())) <= ids, path
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(("first", "ranks"), [(0, 1), (1, 2)])
+def test_workers_stand_in_their_engine_s_frame(tmp_path: Path, first: int, ranks: int) -> None:
+    """Also where another host has the workers of a replica."""
+    place = ClusterPlace(config=ClusterConfig(), first=first, num=1, session="")
+    part = part_of(topology.counts_for(2, ranks), place)
+    module = tmp_path / "layout.mjs"
+    module.write_text((FOLDER / "layout.js").read_text())
+    graph = [part.instances, [channel.name for channel in part.channels], False]
+    command = ["node", "--input-type=module", "-e", FRAMES, str(module), json.dumps(graph)]
+    frames = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    workers = [f"worker.{first * ranks + rank}" for rank in range(ranks)]
+    expected = [[f"engine {engine}", [f"scheduler.{engine}"]] for engine in range(2)]
+    expected[first][1] += workers
+    assert frames == expected
 
 
 def test_every_field_has_a_label() -> None:
