@@ -27,7 +27,6 @@ from .paged import (
 
 # Elements of the parts that are merged at once.
 MERGED_ELEMENTS = 8192
-LINE_BYTES = 128
 
 
 class DecodeScratch(NamedTuple):
@@ -176,36 +175,6 @@ def _sequence(starts, contexts, rows, sequence, last):
 
 
 @triton.jit
-def _ask_for(
-    cache,
-    table,
-    first,
-    end,
-    block_stride,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Into the L2 cache: TOKENS tokens of one key head, from `first` on. A hint, so the table may
-    be about to change.
-    """
-    tokens = first + tl.arange(0, TOKENS)
-    block = tl.load(table + tokens // BLOCK, mask=tokens < end, other=0).to(tl.int64)
-    elements = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    offsets = block * block_stride + (tokens % BLOCK) * D
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(cache + offsets[:, None] + elements[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _decode_kernel(
     q,
     k_cache,
@@ -237,9 +206,6 @@ def _decode_kernel(
     CAPPED: tl.constexpr,
     GROUP_P: tl.constexpr,
     MERGED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -255,13 +221,6 @@ def _decode_kernel(
     k_cache += kv_head * BLOCK * D
     v_cache += kv_head * BLOCK * D
     if PDL:
-        if AHEAD:
-            # Keys and values of all tokens but the last one are there already.
-            seen = tl.maximum(context - WINDOW, 0) // TILE if WINDOW else 0
-            asked = (seen + tl.maximum(worker * length - start, 0)) * TILE
-            table = tables + row.to(tl.int64) * table_stride
-            _ask_for(k_cache, table, asked, context, block_stride, BLOCK, AHEAD, D, LINE, LINES)
-            _ask_for(v_cache, table, asked, context, block_stride, BLOCK, AHEAD, D, LINE, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for number in tl.range(0, last - first, num_stages=1):
@@ -372,7 +331,6 @@ def decode_attention(
     assert len(plan) >= plan_size(sequences, config), (len(plan), sequences, config)
     check_scratch(scratch, sequences, heads, config.workers)
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
-    line = LINE_BYTES // k_cache.element_size()
     _decode_kernel[(kv_heads, config.workers)](
         q_SQ,
         k_cache,
@@ -396,9 +354,6 @@ def decode_attention(
         TILE=config.tile,
         WINDOW=window,
         CAPPED=soft_cap > 0,
-        AHEAD=config.ahead * config.tile,
-        LINE=line,
-        LINES=triton.next_power_of_2(triton.cdiv(head_size, line)),
         PDL=pdl,
         num_warps=config.warps,
         num_stages=config.stages,

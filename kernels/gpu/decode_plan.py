@@ -33,15 +33,12 @@ SHORTEST_TOKENS = 128  # of a worker: less isn't worth a merge
 
 
 class DecodeConfig(NamedTuple):
-    """How a launch is cut: `workers` for each key head, which read `tile` tokens at a time, and ask
-    for `ahead` tiles of their first sequence before the kernel ahead has ended.
-    """
+    """How a launch is cut: `workers` for each key head, which read `tile` tokens at a time."""
 
     workers: int
     tile: int
     warps: int
     stages: int
-    ahead: int = 2
 
 
 def choose_decode_config(kv_heads: int, row_bytes: int) -> DecodeConfig:
