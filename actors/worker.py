@@ -69,7 +69,9 @@ class Worker:
             num_here = boot.engine.num_workers // boot.cluster.config.nnodes
             self._others = OtherHosts(boot.cluster.num_links, num_here)
         elif boot.cluster is not None and boot.engine.lockstep:
-            self._others = OtherHosts(1, boot.cluster.num * boot.engine.num_workers)
+            width, address = boot.engine.num_workers, boot.cluster.config.ip()
+            num_here, first = boot.cluster.num * width, boot.cluster.first * width
+            self._others = OtherHosts(1, num_here, address, first)
         elif boot.cluster is not None:
             engine -= boot.cluster.first
         self._engine = engine

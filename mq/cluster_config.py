@@ -143,12 +143,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"data_parallel_start_rank = {first}: this host's {num} replicas would end at rank "
                 f"{first + num - 1}, and the last of data_parallel_size = {size} is {size - 1}"
             )
-        if num < size and engine.lockstep and engine.device == "cuda":
-            raise ConfigError(
-                f"data_parallel_size_local = {num}: with enable_expert_parallel on device cuda all "
-                f"of data_parallel_size = {size} replicas must be on one host; on cpu they may be "
-                "on several"
-            )
         if engine.lockstep and num == (size if self.headless else 0):
             raise ConfigError(
                 f"data_parallel_size_local = {num}: with enable_expert_parallel each host must "

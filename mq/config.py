@@ -104,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(
             description="deal whole experts to the ranks of tensor_parallel_size in all replicas "
-            "of data_parallel_size, which then step together (on cuda, one of the two is 1)"
+            "of data_parallel_size, which then step together"
         ),
     ] = False
     enable_eplb: Annotated[

@@ -82,14 +82,6 @@ def check_device_options(
                 f"{option} = {values[option]!r}: device {only!r} alone has it, and this engine's "
                 f"is {which}"
             )
-    if device == "cuda" and values["enable_expert_parallel"]:
-        ranks, replicas = values["tensor_parallel_size"], values["data_parallel_size"]
-        if ranks > 1 and replicas > 1:
-            raise ValueError(
-                f"enable_expert_parallel = True: device {which} deals experts to the ranks of one "
-                f"replica or to replicas of one rank; tensor_parallel_size is {ranks} and "
-                f"data_parallel_size {replicas}: one of them must be 1"
-            )
     size = values["block_size"]
     if device == "cuda" and (size < 16 or size & (size - 1)):
         raise ValueError(f"block_size = {size}: device {which} takes 16, 32, 64, 128 or 256")

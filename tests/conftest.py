@@ -54,10 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stand_ins and _what_lacks("gpu", config) is None:
         items[:] = [item for item in items if item not in stand_ins]
         config.hook.pytest_deselected(items=stand_ins)
-    pairs = [item for item in items if item.get_closest_marker("two_devices")]
-    if pairs and len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:
-        items[:] = [item for item in items if item not in pairs]
-        config.hook.pytest_deselected(items=pairs)
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    for marker, needed in (("two_devices", 2), ("four_devices", 4)):
+        several = [item for item in items if item.get_closest_marker(marker)]
+        if several and present < needed:
+            items[:] = [item for item in items if item not in several]
+            config.hook.pytest_deselected(items=several)
     if config.getoption("--one-of-each"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         others = [item for item in items if first[item.nodeid.partition("[")[0]] is not item]

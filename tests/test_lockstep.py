@@ -145,10 +145,10 @@ def test_what_cannot_be_dealt_is_refused(spec, ranks, options, words):
         together(spec, ranks, **options)
 
 
-def test_devices_are_dealt_experts_in_one_way():
-    assert build(EngineConfig, {"device": "cuda", **TOGETHER}).lockstep
-    with pytest.raises(ConfigError, match="size is 2 and data_parallel_size 2: one of them must"):
-        build(EngineConfig, {"device": "cuda", "tensor_parallel_size": 2, **TOGETHER})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_devices_step_together_too(ranks):
+    options = {"device": "cuda", "tensor_parallel_size": ranks, **TOGETHER}
+    assert build(EngineConfig, options).lockstep
 
 
 def test_rows_of_other_bytes_are_refused():

@@ -39,8 +39,8 @@ from ...mq.messages import NewSequence, StepPlan
 
 Ints = NDArray[np.int32]
 
-HEADER = 64
-REPLICAS = 16  # where in the header
+HEADER = 128
+REPLICAS = 64  # where in the header, up to as many
 SECTIONS = (
     "rows",
     "starts",

@@ -1,5 +1,5 @@
-"""Which group a process is of, on its device: the ranks of an engine, its stages with their ranks,
-or replicas that share experts.
+"""Which group a process is of, on its device: the ranks of an engine, or its stages with their
+ranks. (Replicas that share experts: replica_joining.py.)
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ import torch
 
 from ...mq.config import EngineConfig
 from .parallel import PeerGroup, Shape, join_devices, join_processes
-from .replicas import join_device_rows, join_process_rows
 from .stages import Place
 from .stages import join_devices as join_device_stages
 from .stages import join_processes as join_process_stages
 
 
 def join(
-    config: EngineConfig, rank: int, engine: int, group_fd: int, shape: Shape, device: torch.device
+    config: EngineConfig, rank: int, group_fd: int, shape: Shape, device: torch.device
 ) -> PeerGroup:
     """group_fd: an empty file that only those of the group have."""
-    size, join_all = config.tensor_parallel_size, (join_devices, join_processes)
-    if config.lockstep:
-        rank, size = engine, config.data_parallel_size
-        join_all = (join_device_rows, join_process_rows)
+    size = config.tensor_parallel_size
     if device.type != "cuda":
-        return join_all[1](rank, size, group_fd, shape)
-    return join_all[0](rank, size, group_fd, shape, device, config.startup_timeout)
+        return join_processes(rank, size, group_fd, shape)
+    return join_devices(rank, size, group_fd, shape, device, config.startup_timeout)
 
 
 def join_stages(

@@ -15,7 +15,8 @@ wait for the largest step anyway.
 
 A meeting is one round of shared memory; meanwhile the devices run what was launched before. No
 worker that waits in one keeps another from coming to it: that takes the output of a step that all
-have launched.
+have launched. Of a replica with several ranks all meet, with the same to say. Where replicas are on
+several hosts, each host has a copy of the memory, which mirrors keep alike (../mirror.py).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels.cpu import exchange
-from ...mq.config import EngineConfig
 from ...mq.messages import WaveStep
-from ..lockstep import check_places, compile_kernels
-from ..parallel import HostGroup, map_memory
+from ..lockstep import check_places, check_rows, compile_kernels
+from ..mirror import Exchange
+from ..parallel import HostGroup, map_parts
 from .batch import Ints, Step
 from .graphs import at_least
+from .replicas import Ranks
 
 NOTHING, DECODE, MIXED = range(3)  # what a replica has in a step; of several the most counts
 
@@ -85,52 +86,58 @@ def fit(step: Step | None, agreed: Agreed, pad_decodes: Callable[[int], int]) ->
 
 
 class Lockstep:
-    """One replica's. counts: of the graphs of steps with prompts, once they are made."""
+    """One rank's. counts: of the graphs of steps with prompts, once they are made. host: all ranks
+    of all replicas.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
-        engine: int,
+        ranks: Ranks,
         memory_fd: int,
         pad_decodes: Callable[[int], int],
+        timeout: float,
+        num_links: int = 0,
     ) -> None:
-        """memory_fd: an empty file that the replicas' workers share. Raises as HostGroup where not
-        all come.
+        """memory_fd: an empty file that all ranks of this host share. timeout: seconds to wait for
+        the others. num_links: mirrors of that memory here. Raises as HostGroup and map_parts where
+        not all come.
         """
-        self.rank, self.size = engine, config.data_parallel_size
+        self.ranks, self.timeout = ranks, timeout
         self.counts: list[int] = []
         self._pad_decodes, self._meetings = pad_decodes, 0
         compile_kernels()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a meeting is too short for more
         try:
-            memory = map_memory(memory_fd, exchange.memory_bytes(self.size))
-            self._host = HostGroup(self.rank, self.size, memory, config.startup_timeout)
+            everyone = Exchange(tuple(range(ranks.workers)))
+            (memory,) = map_parts(memory_fd, [everyone], num_links)
+            self.host = HostGroup(ranks.worker, ranks.workers, memory, timeout)
         finally:
             torch.set_num_threads(threads)
-        said, heard = np.zeros(7, np.int32), np.zeros((self.size, 7), np.int32)
-        self._said, self._heard = said, heard
-        (self._exchange,) = self._host.all_side_by_side(
+        said, heard = np.zeros(7, np.int32), np.zeros((ranks.workers, 7), np.int32)
+        self._said, self._heard = said, heard[:: ranks.ranks]  # a replica's ranks say the same
+        (self._exchange,) = self.host.all_side_by_side(
             np.ones(1, np.int64), _words(said[None]), _words(heard.reshape(1, -1))
         )
         self._file = -1
 
-    def share_file(self) -> int:
-        """Another empty file that all have, until `leave`."""
+    def share_file(self, owner: int) -> int:
+        """Another empty file, until `leave`, that all have who name the same owner: a worker of
+        their host.
+        """
         assert self._file < 0
-        own = -1 if self.rank else os.memfd_create("ringcast-replicas")
-        said = np.array([os.getpid(), own], np.int32)
-        pid, theirs = self._host.all_gather(said)[0].tolist()
-        self._file = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
-        self._host.barrier()  # all have it open
-        if own >= 0:
-            os.close(own)
+        self._file = self.host.share_file(owner)
         return self._file
 
+    def check_rows(self, dtype: torch.dtype, hidden: int) -> None:
+        """Raises ConfigError where replicas have rows of other types or sizes."""
+        said = np.array([dtype.itemsize, hidden], np.int32)
+        check_rows(self.host.all_gather(said)[:: self.ranks.ranks])
+
     def check_alike(self, what: str, things: object) -> None:
-        """Raises AssertionError where replicas have different ones, by what these look like."""
+        """Raises AssertionError where ranks have different ones, by what these look like."""
         digest = np.array([zlib.crc32(repr(things).encode()) & _MASK], np.int32)
-        digests = self._host.all_gather(digest).ravel()
+        digests = self.host.all_gather(digest).ravel()
         assert (digests == digests[0]).all(), f"replicas differ in {what}: here {things!r}"
 
     def meet(self, place: WaveStep | None, step: Step | None) -> tuple[Step | None, bool]:
@@ -143,7 +150,7 @@ class Lockstep:
         numbers = (number & _MASK for number in (self._meetings, place.wave, place.step))
         self._said[:] = (*numbers, place.has_work, *words_of(step))
         self._exchange()
-        self._host.check()
+        self.host.check()
         check_places(self._heard[:, :3])
         self._meetings += 1
         any_work = bool(self._heard[:, 3].any())
@@ -151,7 +158,7 @@ class Lockstep:
         return None if agreed is None else fit(step, agreed, self._pad_decodes), any_work
 
     def leave(self) -> None:
-        self._host.leave()
+        self.host.leave()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

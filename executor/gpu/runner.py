@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,10 @@ from ...mq.config import EngineConfig, ModelSpec
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
 from ..logits_processor import load_processors
 from ..models import find_model
-from ..runner import Done, PendingStep, Progress
+from ..runner import Done, OtherHosts, PendingStep, Progress
 from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
-from . import joining, memory
+from . import joining, memory, replica_joining
 from .attention import decode_config, launches_of
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, compile_variants, prepare_folder
@@ -57,7 +57,7 @@ from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
 from .parallel import Alone, AnySampler, DeviceGroup, PeerGroup, Shape, make_sampler
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
-from .replicas import RowGroup
+from .replicas import Ranks, RowGroup
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
 from .stages import GpuStage, NoSampler, Place
@@ -69,7 +69,9 @@ log = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py."""
+    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py, or
+    replica_joining.py. others: as make_runner has them.
+    """
 
     def __init__(
         self,
@@ -81,9 +83,11 @@ class GpuModelRunner:
         join: Callable[[Shape], Any] | None = None,
         engine: int = 0,
         join_stages: Callable[[Shape], Place] | None = None,
+        others: OtherHosts | None = None,
     ) -> None:
         self._config, self._spec, self._worker, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
+        self._others = others or OtherHosts(0, config.num_workers * config.data_parallel_size)
         stage, self._rank = divmod(rank, self._size)
         self._position = Position(stage, config.pipeline_parallel_size)
         self._group: DeviceGroup | Alone = Alone()
@@ -91,7 +95,7 @@ class GpuModelRunner:
         self._rows: RowGroup | None = None
         self._lockstep: Lockstep | None = None
         self._stage = GpuStage(self._position)
-        self._device = device or find_device(rank, engine, config.num_workers)
+        self._device = device or find_device(rank - self._others.first, engine, config.num_workers)
         self._join_stages = join_stages or partial(
             joining.join_stages, config, rank, group_fd, device=self._device
         )
@@ -114,7 +118,7 @@ class GpuModelRunner:
                 server = stack.enter_context(CompileServer(prepare_folder()))
                 torch.cuda.set_device(self._device)
                 self._stream = torch.cuda.Stream(self._device)
-            stack.enter_context(self._on_stream())
+            stack.enter_context(torch.cuda.stream(self._stream))
             return self._load(progress, server, watch)
 
     def _load(
@@ -179,7 +183,7 @@ class GpuModelRunner:
         model = find_model(spec.architecture).check(spec.hf_config)
         self._scheme = choose_scheme(config, model.quantization, self._dtype, self._device)
         check_split(self._size, self._scheme, config.lockstep)
-        dealt = (self._engine, config.data_parallel_size) if config.lockstep else None
+        dealt = Ranks.of(config, self._rank, self._engine).dealt if config.lockstep else None
         self._decoder = GpuDecoder(
             model,
             self._dtype,
@@ -215,9 +219,10 @@ class GpuModelRunner:
         c, batch = self._decoder.config, self._batch
         shape = Shape(batch.max_tokens, c.hidden_size, c.vocab_size, batch.capacity, self._dtype)
         if config.lockstep:
-            self._lockstep = Lockstep(config, self._engine, self._group_fd, batch.pad)
-            self._group_fd = self._lockstep.share_file()
-            self._rows = self._join(shape)
+            ranks, links = Ranks.of(config, self._rank, self._engine), self._others.num_links
+            timeout = config.startup_timeout
+            self._lockstep = Lockstep(ranks, self._group_fd, batch.pad, timeout, links)
+            self._group, self._rows = self._join(shape)
             self._rows.num_tokens_N = batch.num_tokens(self._rows.size)
         elif self._position.count > 1:
             self._group, self._stage = self._join_stages(shape)
@@ -231,9 +236,10 @@ class GpuModelRunner:
         self._work = Work(1, 1, 1)
         self._prompt_logprobs = PromptLogprobsReader(batch, self._prompt_logits, spec.vocab_size)
 
-    def _join_group(self, shape: Shape) -> PeerGroup:
-        place = self._rank, self._engine, self._group_fd
-        return joining.join(self._config, *place, shape, self._device)
+    def _join_group(self, shape: Shape) -> PeerGroup | replica_joining.Joined:
+        if self._lockstep is not None:
+            return replica_joining.join(self._lockstep, shape, self._device, self._others)
+        return joining.join(self._config, self._rank, self._group_fd, shape, self._device)
 
     def _make_sampler(self) -> Sampler:
         spec = self._spec
@@ -317,7 +323,7 @@ class GpuModelRunner:
         return self._details
 
     def leave(self) -> None:
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             (self._rows or self._group).leave()
             self._stage.leave()
         if self._lockstep is not None:
@@ -351,7 +357,7 @@ class GpuModelRunner:
         slot = batch.take_slot()
         answered = step if self._stage.is_last else None
         pending = GpuPending(plan.step, slot, answered, self._stage.sampled, any_work)
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             self._enqueue(plan, step, pending, slot, asks)
         slot.release = pending.settle
         return pending
@@ -485,11 +491,3 @@ class GpuModelRunner:
         self._decoder.logits(self._batch.last_N[:size], work, pdl=True)
         if whole and self._stage.is_last:
             self._sample_plain(size, pdl=True)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield

@@ -5,6 +5,7 @@ through LLM, and what replicas that step together spend on each other.
     expert_parallel.py --what exchanges      rows to all and sums back, microseconds in graphs
     expert_parallel.py --what meeting        the host's part of a step, microseconds
     expert_parallel.py --what tp tp+ep dp+ep one       engines; one: a single GPU
+    expert_parallel.py --what tp+dp+ep                 likewise, on four
 
 The model has Qwen3-30B-A3B's shapes and random weights. A step's time is the difference between
 generating many tokens and few, over their number; with two replicas each has half of the batch, so
@@ -54,6 +55,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
     "tp+ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "dp+ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "tp+dp+ep": {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
 }
 DEFAULT = ["exchanges", "meeting", "tp", "tp+ep", "dp+ep"]
 BATCHES, FEW, MANY, PROMPT = (1, 64, 128), 16, 144, 64
@@ -65,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", nargs="+", choices=[*DEFAULT, "one"], default=DEFAULT)
+    parser.add_argument("--what", nargs="+", choices=[*DEFAULT, "one", "tp+dp+ep"], default=DEFAULT)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--limit", type=float, default=98, help="seconds, of all parts together")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
@@ -166,11 +172,11 @@ def time_engine(name: str, folder: str) -> None:
 
 def time_meetings(rank: int, memory_fd: int) -> None:
     from ringcast.executor.gpu.lockstep import Lockstep
-    from ringcast.mq.config import EngineConfig, build
+    from ringcast.executor.gpu.replicas import Ranks
     from ringcast.mq.messages import WaveStep
 
-    config = build(EngineConfig, {"device": "cuda", **ENGINES["dp+ep"], "startup_timeout": 60})
-    lockstep = Lockstep(config, rank, memory_fd, lambda sequences: sequences)
+    ranks = Ranks(0, 1, rank, 2)
+    lockstep = Lockstep(ranks, memory_fd, lambda sequences: sequences, timeout=60)
     took = []
     for step in range(MEETINGS):
         begun = time.perf_counter()
@@ -191,13 +197,14 @@ def time_exchanges(rank: int, memory_fd: int) -> None:
     import torch
 
     from ringcast.executor.gpu.parallel import Shape
-    from ringcast.executor.gpu.replicas import join_device_rows
+    from ringcast.executor.gpu.replica_joining import join_devices
+    from ringcast.executor.gpu.replicas import Ranks
     from ringcast.kernels.gpu.norm import add_rms_norm, rms_norm
 
     hidden, device = CONFIG["hidden_size"], torch.device("cuda", rank)
     torch.cuda.set_device(device)
     shape = Shape(max(ROWS), hidden, 0, 0, torch.bfloat16)
-    group = join_device_rows(rank, 2, memory_fd, shape, device, 60)
+    group = join_devices(Ranks(0, 1, rank, 2), memory_fd, shape, device, 60).rows
     stream = torch.cuda.Stream(device)
     weight = torch.ones(hidden, device=device)
     with torch.cuda.stream(stream), torch.inference_mode():

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from tiny_model import make_tiny_model
 
@@ -20,8 +21,10 @@ from ringcast.actors.control import Control
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.topology import channels, target
 from ringcast.executor.fake_runner import FakeModelRunner, expected_tokens
+from ringcast.executor.runner import OtherHosts
 from ringcast.frontend.hub import resolve_model
 from ringcast.mq import codec, messages, supervision
+from ringcast.mq.cluster_config import ClusterConfig, ClusterPlace
 from ringcast.mq.config import EngineConfig
 from ringcast.mq.endpoint import ChannelOwner, open_receiver, open_sender
 from ringcast.mq.errors import StepTimeoutError
@@ -300,6 +303,25 @@ def start_slow(tmp_path: Path, monkeypatch):
             return thread, connect(stack, owners, make_config(tmp_path / "tiny", **ahead), spec)
 
         yield make
+
+
+def test_who_steps_with_other_hosts_knows_which_workers_are_here(tmp_path):
+    """Of three replicas of two ranks, the last two are on this host."""
+    together = {"data_parallel_size": 3, "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    config = make_config(tmp_path / "tiny", **together)
+    place = ClusterPlace(config=ClusterConfig(headless=True), first=1, num=2, session="s")
+    with contextlib.ExitStack() as stack:
+        owners = make_channels(stack, config)
+        boot = make_boot(config, resolve_model(config), owners, -1)
+        boot = msgspec.structs.replace(boot, cluster=place)
+        left, right = Control.pair()
+        stack.callback(left.close)
+        control = Control(right, supervision.SupervisorToActor)
+        stack.callback(control.close)
+        worker = worker_actor.Worker(boot, control)
+        stack.callback(worker._plans.close)
+        stack.callback(worker._outputs.close)
+        assert worker._others == OtherHosts(1, 4, "127.0.0.1", 2)
 
 
 def until(condition):

@@ -123,6 +123,8 @@ def test_only_who_steps_with_others_needs_as_many_ranks_in_each_replica():
     assert "enable_expert_parallel = False on the node" in master.refusal(hello(), "").reason
     other.options.update(tensor_parallel_size=1, eplb_config={"num_redundant_experts": 1})
     assert "eplb_config = " in master.refusal(other, "").reason
+    other.options.update(eplb_config=hello().options["eplb_config"], enforce_eager=True)
+    assert "enforce_eager = True on the node" in master.refusal(other, "").reason
 
 
 # Nodes that share one engine

@@ -29,15 +29,17 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from ringcast.executor.gpu import compile_ahead
+from ringcast.executor.gpu import compile_ahead, nccl, parallel
 from ringcast.executor.gpu import runner as runner_module
 from ringcast.executor.gpu.batch import Step
 from ringcast.executor.gpu.compile_ahead import CompileServer, Job, Order, jobs_of
 from ringcast.executor.gpu.graphs import LARGEST, DecodeGraphs
 from ringcast.executor.gpu.lockstep import DECODE, MIXED, NOTHING, agree, fit, words_of
+from ringcast.executor.gpu.replicas import Ranks
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.gpu.variants import Variant, collect
 from ringcast.executor.gpu.warm_up import WarmUp
+from ringcast.executor.runner import OtherHosts
 from ringcast.kernels.gpu.embedding import _embed_kernel
 from ringcast.kernels.gpu.top_mask import _range_kernel
 from ringcast.mq.config import EngineConfig, build
@@ -71,19 +73,34 @@ def without_device() -> None:
 class LoneLockstep:
     """Of a replica whose other one has, step by step, what OTHERS says (words_of)."""
 
+    host = None
+
     OTHERS = ((NOTHING, 0, 0), (DECODE, 3, 4), (MIXED, 33, 48), (DECODE, 1, 1))
 
     def __init__(
-        self, config: EngineConfig, engine: int, memory_fd: int, pad: Callable[[int], int]
+        self,
+        ranks: Ranks,
+        memory_fd: int,
+        pad: Callable[[int], int],
+        timeout: float,
+        num_links: int,
     ) -> None:
-        self._file, self._pad, self._others = memory_fd, pad, itertools.cycle(self.OTHERS)
+        self.ranks, self.timeout, self._file, self._pad = ranks, timeout, memory_fd, pad
+        self._others = itertools.cycle(self.OTHERS)
 
-    def share_file(self) -> int:
+    def share_file(self, owner: int) -> int:
         return self._file
+
+    def check_rows(self, dtype: torch.dtype, hidden: int) -> None:
+        pass
 
     def meet(self, place: object, step: Step | None) -> tuple[Step | None, bool]:
         agreed = agree(np.array([words_of(step), next(self._others)], np.int32), [])
         return None if agreed is None else fit(step, agreed, self._pad), True
+
+
+def do_nothing(*tensors: torch.Tensor) -> None:
+    pass
 
 
 class NoGraphs:
@@ -98,7 +115,13 @@ class NoGraphs:
 
 @torch.inference_mode()
 def make_runner(
-    name: str, folder: Path, graphs: bool = True, worker: int = 0, size: int = 1, **more: Any
+    name: str,
+    folder: Path,
+    graphs: bool = True,
+    worker: int = 0,
+    size: int = 1,
+    others: OtherHosts | None = None,
+    **more: Any,
 ) -> tuple[GpuModelRunner, WarmUp]:
     """Loaded up to its first launches. Of several workers or replicas, it is the only one that is
     there.
@@ -115,7 +138,7 @@ def make_runner(
     spec = make_model(folder / name, name)
     memory_fd = os.memfd_create("ranks")
     config = build(EngineConfig, options)
-    runner = GpuModelRunner(config, spec, worker, torch.device("cpu"), memory_fd)
+    runner = GpuModelRunner(config, spec, worker, torch.device("cpu"), memory_fd, others=others)
     runner._load_weights(lambda *_: None)
     runner._make_buffers()
     runner._stage._tokens = None  # nobody tells, and nobody hears
@@ -161,6 +184,9 @@ def check_steps(folder: Path) -> dict[str, Any]:
     ranks += [("mixtral", True, 0, 2, dealt), ("mixtral", False, 1, 2, {})]
     shared = dealt | {"data_parallel_size": 2}
     ranks += [("mixtral", True, 0, 1, shared), ("qwen3 experts of 4", False, 0, 1, shared)]
+    ranks += [("mixtral", True, 1, 2, shared)]
+    elsewhere = [shared | {"others": OtherHosts(0, size, "host")} for size in (1, 2)]
+    ranks += [("mixtral", True, 0, 1, elsewhere[0]), ("mixtral", True, 0, 2, elsewhere[1])]
     ranks += [("gemma3", True, 1, 1, {"pipeline_parallel_size": 3})]
     for name, graphs, worker, size, more in alone + ranks:
         runner, warm_up = make_runner(name, folder, graphs, worker, size, **more)
@@ -240,6 +266,9 @@ def make_order(folder: Path) -> Any:
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     runner_module.Lockstep = LoneLockstep
+    parallel.join_devices = lambda *place: parallel.join_processes(*place[:4])
+    nccl.prepare = lambda address: None
+    nccl.connect = lambda *place: SimpleNamespace(all_gather=do_nothing, reduce_scatter=do_nothing)
     compile_ahead.jobs_of = without_launchers
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     without_device()

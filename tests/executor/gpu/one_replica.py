@@ -1,9 +1,10 @@
-"""A replica of a model with experts, which it shares with others, without the other actors.
+"""A rank of a replica of a model with experts, which it shares with others, without the other
+actors.
 
-    python -P one_replica.py ENGINE FILE STORE ORDER     FILE, STORE: descriptors of empty files
+    python -P one_replica.py WORKER FILE STORE END ORDER     FILE, STORE: descriptors of empty files
 
-ORDER is JSON: the model's spec, engine options, and what each replica has to do. Prints a line of
-JSON: the tokens, and the runner's details.
+END: as one_rank.py has it. ORDER is JSON: the model's spec, engine options, and what each replica
+has to do. Prints a line of JSON: the tokens, and the runner's details.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from executor.gpu.conftest import NUM_BLOCKS, TwoRunners, load, random_tokens, take_few_programs
-from executor.gpu.one_rank import Answer, make_store, share_one_device
+from executor.gpu.one_rank import Answer, join_on_one_device, make_store, share_one_device
 from triton import knobs
 
+from ringcast.executor.gpu import parallel
 from ringcast.executor.gpu.parallel import Shape
-from ringcast.executor.gpu.replicas import PeerRows, RowLayout
+from ringcast.executor.gpu.replica_joining import Joined, Plan
+from ringcast.executor.gpu.replicas import Ranks
 from ringcast.executor.gpu.runner import GpuModelRunner
+from ringcast.executor.runner import OtherHosts
 from ringcast.mq.config import ModelSpec
 
 DP = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -32,7 +37,7 @@ MODEL = "mixtral"
 class Order(msgspec.Struct, frozen=True):
     """prompts: of each replica. Prompt i of replica n begins in step 3 n + i, comes in chunks, and
     gets `num_tokens` tokens. All have `num_steps` steps, with no rows before the first prompt and
-    after the last token.
+    after the last token. hosts: each replica as if on a host of its own.
     """
 
     spec: ModelSpec
@@ -41,10 +46,17 @@ class Order(msgspec.Struct, frozen=True):
     num_tokens: int
     num_steps: int
     chunk: int = 16
+    hosts: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Of each replica."""
+        return self.options.get("tensor_parallel_size", 1)
 
     def alone(self, kind: type[Any], engine: int, **options: Any) -> list[list[int]]:
         """Of a runner that has all experts."""
-        rest = {k: v for k, v in self.options.items() if k not in ("device", "enforce_eager")}
+        ours = ("device", "enforce_eager", "tensor_parallel_size")
+        rest = {k: v for k, v in self.options.items() if k not in ours}
         made = load(self.spec, kind, 0, **rest | options)
         return generate(made, self, engine)
 
@@ -98,62 +110,82 @@ def generate(runner: Any, order: Order, engine: int) -> list[list[int]]:
     return [ended.get(row) or s.known[row] for row in range(len(prompts))]
 
 
-def join_on_one_device(engine: int, size: int, store_fd: int, shape: Shape) -> PeerRows:
-    """Replicas that share device 0: without long steps, since NCCL refuses that."""
-    layout = RowLayout(shape, size, has_long=False)
-    memory = share_one_device(make_store(store_fd, size), engine, size, layout.num_bytes)
-    return PeerRows(engine, shape, layout, memory)
+def share_all_of_one_device(ranks: Ranks, store_fd: int, shape: Shape) -> Joined:
+    """Ranks of all replicas on device 0: without long steps, since NCCL refuses that."""
+    plan = Plan(ranks, shape, has_long=False)
+    store = make_store(store_fd, ranks.workers)
+    return plan.place(share_one_device(store, ranks.worker, ranks.workers, plan.num_bytes))
 
 
 def run_replicas(order: Order, timeout: float) -> list[Answer]:
-    """Each a process. Raises AssertionError with what those that fail have said."""
-    files = [os.memfd_create(name) for name in ("replicas", "store")]
+    """Each rank a process; of each replica the first one's answer. Raises AssertionError with what
+    those that fail have said.
+    """
+    ranks, workers = order.ranks, order.ranks * len(order.prompts)
+    files, end = [os.memfd_create(name) for name in ("replicas", "store")], [*os.pipe()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = msgspec.json.encode(order).decode()
+    words = [*map(str, files), ",".join(map(str, end)), text]
     processes = []
     try:
-        for engine in range(len(order.prompts)):
-            command = [sys.executable, "-P", __file__, str(engine), *map(str, files), text]
+        for worker in range(workers):
+            command = [sys.executable, "-P", __file__, str(worker), *words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            processes.append(subprocess.Popen(command, pass_fds=files, env=environment, **pipes))
+            # To NCCL these are hosts. Where ranks share a device, it must take each for one.
+            host = worker // ranks if torch.cuda.device_count() >= workers else worker
+            own = {"NCCL_HOSTID": f"host {host}"} if order.hosts else {}
+            more = {"pass_fds": (*files, *end), "env": environment | own}
+            processes.append(subprocess.Popen(command, **more, **pipes))
+        while end:
+            os.close(end.pop())
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
-        for file in files:
+        for file in (*files, *end):
             os.close(file)
         for process in processes:
             process.kill()
             process.communicate()
     errors = [
-        f"replica {n} ended with {process.returncode}:\n{said.decode()[-3000:]}"
+        f"worker {n} ended with {process.returncode}:\n{said.decode()[-3000:]}"
         for n, (process, (_, said)) in enumerate(zip(processes, outputs, strict=True))
         if process.returncode
     ]
     assert not errors, "\n".join(errors)
-    return [msgspec.json.decode(said.splitlines()[-1], type=Answer) for said, _ in outputs]
+    answers = [msgspec.json.decode(said.splitlines()[-1], type=Answer) for said, _ in outputs]
+    for worker, answer in enumerate(answers):
+        assert answer.tokens == answers[worker // ranks * ranks].tokens, worker
+    return answers[::ranks]
 
 
 def main() -> None:
-    engine, memory_fd, store_fd = map(int, sys.argv[1:4])
-    order = msgspec.json.decode(sys.argv[4], type=Order)
-    size = len(order.prompts)
-    device, join = None, None
+    worker, memory_fd, store_fd = map(int, sys.argv[1:4])
+    reads, writes = map(int, sys.argv[4].split(","))
+    order = msgspec.json.decode(sys.argv[5], type=Order)
+    engine, rank = divmod(worker, order.ranks)
+    ranks = Ranks(rank, order.ranks, engine, len(order.prompts))
+    place: dict[str, Any] = {"rank": rank, "engine": engine, "group_fd": memory_fd}
+    num_devices = torch.cuda.device_count()
     if order.options["device"] == "cpu":
-        device = torch.device("cpu")
+        place["device"] = torch.device("cpu")
         take_few_programs(pytest.MonkeyPatch())
-    elif torch.cuda.device_count() < size:
-        device = torch.device("cuda", 0)
-
-        def join(shape: Shape) -> PeerRows:
-            return join_on_one_device(engine, size, store_fd, shape)
-
-    place = (0, device, memory_fd, join, engine)
-    runner = load(order.spec, GpuModelRunner, *place, **order.options, **DP)
+    elif num_devices < ranks.workers:
+        place["device"] = torch.device("cuda", 0)
+        if not order.hosts:
+            place["join"] = partial(share_all_of_one_device, ranks, store_fd)
+        # Of a replica's ranks, which then have a file of their own.
+        parallel.join_devices = lambda *given: join_on_one_device(*given[:4])
+    if order.hosts:
+        place["others"] = OtherHosts(0, order.ranks, "127.0.0.1")
+    kind = partial(GpuModelRunner, **place)
+    runner = load(order.spec, kind, **order.options, **DP)
     compiled: list[str] = []
     knobs.runtime.jit_cache_hook = lambda fn, **_: compiled.append(fn.name)
     tokens = generate(runner, order, engine)
     answer = Answer(tokens, runner.details(), compiled)
-    runner.leave()
     print(msgspec.json.encode(answer).decode(), flush=True)
+    os.close(writes)
+    os.read(reads, 1)
+    runner.leave()
 
 
 if __name__ == "__main__":

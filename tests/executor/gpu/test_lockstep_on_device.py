@@ -1,10 +1,12 @@
-"""Two replicas that share experts, each on a device of its own, or both on one where there is only
-one: in graphs and eagerly, the tokens that each has alone. And what needs two devices: long
-exchanges, and an engine through its front door. Replicas are processes of their own.
+"""Two replicas that share experts, of one rank or two, each rank on a device of its own, or all on
+one where there are too few; on one host, or as if on two: in graphs and eagerly, the tokens that
+each replica has alone. And what needs several devices: long exchanges on one host, and an engine
+through its front door. Ranks are processes of their own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -13,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 from executor.gpu.conftest import make_model, random_tokens
-from executor.gpu.one_replica import make_order, run_replicas
+from executor.gpu.one_rank import Answer
+from executor.gpu.one_replica import Order, make_order, run_replicas
 from executor.gpu.test_parallel_on_device import workers
 
 from ringcast import LLM, SamplingParams
@@ -31,35 +34,56 @@ OPTIONS: dict[str, Any] = {
 LENGTHS = [[70, 3, 17], [9, 1, 1, 40]]
 
 
-@pytest.mark.parametrize(
-    ("name", "eager"),
-    [("mixtral", False), ("mixtral", True), ("qwen3 experts of 4", False)],
-)
-def test_each_has_the_tokens_that_it_has_alone(name, eager, specs):
+def check(order: Order, eager: bool = False) -> list[Answer]:
     """With dummy steps before and behind, prompts beside decoding, and one alone."""
-    order = make_order(specs[name], OPTIONS | {"enforce_eager": eager}, LENGTHS, num_tokens=12)
-    answers = run_replicas(order, LIMIT)
-    assert [answer.compiled for answer in answers] == [[], []]
+    answers = run_replicas(order, LIMIT * order.ranks)
     for engine, answer in enumerate(answers):
         want = order.alone(GpuModelRunner, engine, device="cuda", enforce_eager=eager)
         same = sum(a == b for a, b in zip(answer.tokens, want, strict=True))
         assert same >= len(want) - 1, (engine, answer.tokens, want)  # one may part at a tie
         assert (answer.details["graphs"] == 0) == eager
+    return answers
 
 
-@pytest.mark.two_devices
-def test_long_exchanges_are_nccls(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "ranks", "hosts", "eager"),
+    [
+        ("mixtral", 1, False, False),
+        ("mixtral", 1, False, True),
+        ("qwen3 experts of 4", 1, False, False),
+        ("mixtral", 2, False, False),
+        ("mixtral", 2, False, True),
+        ("mixtral", 1, True, False),
+        ("mixtral", 1, True, True),
+        ("mixtral", 2, True, False),
+    ],
+)
+def test_each_has_the_tokens_that_it_has_alone(name, ranks, hosts, eager, specs):
+    options = OPTIONS | {"enforce_eager": eager, "tensor_parallel_size": ranks}
+    order = make_order(specs[name], options, LENGTHS, num_tokens=12)
+    answers = check(msgspec.structs.replace(order, hosts=hosts), eager)
+    assert [answer.compiled for answer in answers] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [
+        pytest.param(1, False, marks=pytest.mark.two_devices),
+        pytest.param(2, False, marks=pytest.mark.four_devices),
+        (1, True),
+        pytest.param(2, True, marks=pytest.mark.four_devices),
+    ],
+    ids=str,
+)
+def test_long_exchanges_are_nccls(ranks, hosts, tmp_path):
     """Steps of more tokens than are exchanged through peers' memory."""
     sizes = {"hidden_size": 2048, "num_attention_heads": 16, "head_dim": 64}
     spec = make_model(tmp_path / "wide", "mixtral", num_key_value_heads=4, **sizes)
     spec = msgspec.structs.replace(spec, max_model_len=4096)
     options = OPTIONS | {"max_num_batched_tokens": 4096, "num_gpu_blocks_override": 1200}
+    options |= {"tensor_parallel_size": ranks}
     order = make_order(spec, options, [[3000], [5, 2000]], num_tokens=6)
-    order = msgspec.structs.replace(order, chunk=3000)
-    for engine, answer in enumerate(run_replicas(order, LIMIT)):
-        want = order.alone(GpuModelRunner, engine, device="cuda")
-        same = sum(a == b for a, b in zip(answer.tokens, want, strict=True))
-        assert same >= len(want) - 1, (engine, answer.tokens, want)
+    check(msgspec.structs.replace(order, chunk=3000, hosts=hosts))
 
 
 def llm(folder: str, **options: Any) -> LLM:
@@ -88,7 +112,15 @@ def tokens_of(one: LLM, num_tokens: int) -> list[list[int]]:
 
 @pytest.mark.two_devices
 @pytest.mark.parametrize(
-    "shares", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["dp", "tp"]
+    "shares",
+    [
+        {"data_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        pytest.param(
+            {"data_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.four_devices
+        ),
+    ],
+    ids=["dp", "tp", "both"],
 )
 def test_an_engine_whose_experts_are_dealt(shares, tmp_path):
     """The texts of one device, again after all were idle, and once a worker has died."""
@@ -98,14 +130,14 @@ def test_an_engine_whose_experts_are_dealt(shares, tmp_path):
     with llm(folder) as one:
         want = tokens_of(one, 40)
 
-    def check(got: list[list[int]]) -> None:
+    def compare(got: list[list[int]]) -> None:
         assert sum(a == b for a, b in zip(got, want, strict=True)) >= len(want) - 1
 
     with llm(folder, enable_expert_parallel=True, **shares) as two:
-        check(tokens_of(two, 40))
-        check(tokens_of(two, 40))
+        compare(tokens_of(two, 40))
+        compare(tokens_of(two, 40))
         pids = workers()
-        assert len(pids) == 2, pids
+        assert len(pids) == math.prod(shares.values()), pids
         os.kill(pids[1], signal.SIGKILL)
         end = time.monotonic() + LIMIT
         while True:  # until the unit is there again, requests may fail
@@ -115,4 +147,4 @@ def test_an_engine_whose_experts_are_dealt(shares, tmp_path):
             except Exception:
                 if time.monotonic() > end:
                     raise
-        check(again)
+        compare(again)
