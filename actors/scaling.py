@@ -89,11 +89,11 @@ class Scaling:
             return "enable_expert_parallel: its ranks are fixed; restart with other options"
         if not 1 <= replicas <= MOST_REPLICAS:
             return f"replicas = {replicas}: must be 1 to {MOST_REPLICAS}"
-        ranks = engine.tensor_parallel_size
+        ranks = engine.num_workers
         most = num_cuda_devices() if engine.device == "cuda" else 0
         if most and replicas * ranks > most:
             return (
-                f"replicas = {replicas}: of tensor_parallel_size {ranks} need {replicas * ranks} "
+                f"replicas = {replicas}: of {ranks} workers each they need {replicas * ranks} "
                 f"CUDA devices, and there are {most}"
             )
         return ""

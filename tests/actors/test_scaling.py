@@ -33,6 +33,8 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(device="cuda", tensor_parallel_size=2)
     assert Scaling(engine, is_cluster=False).refusal(2) == ""
     assert "6 CUDA devices, and there are 4" in Scaling(engine, is_cluster=False).refusal(3)
+    staged = EngineConfig(device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert "8 CUDA devices, and there are 4" in Scaling(staged, is_cluster=False).refusal(2)
 
 
 def test_several_hosts_and_fixed_ranks_are_refused() -> None:
