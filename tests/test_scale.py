@@ -69,7 +69,7 @@ def test_more_and_fewer_replicas_under_load(model, transport):
         for replicas in (0, 65):
             status, refused = scale(server, replicas)
             assert status == 400
-            assert f"replicas = {replicas}: must be 1 to 64" in refused["error"]["message"]
+            assert "replicas: expected `int`" in refused["error"]["message"]
         assert scale(server, 1)[0] == 200
         assert server.pids() == before
         growing = pool.submit(scale, server, 3)

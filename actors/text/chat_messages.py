@@ -14,8 +14,9 @@ ChatMessage = dict[str, Any]
 def parse_messages(data: bytes) -> list[ChatMessage]:
     """Messages from the JSON array a user sent: null fields left out, tools' arguments decoded.
 
-    A content is a string or a list of {"type": "text", "text": ...}. Raises InvalidRequestError
-    that names the place.
+    A content is a string or a list of {"type": "text", "text": ...}. An assistant's message that
+    has none gets an empty one, as many templates read it without asking; an empty list of calls is
+    left out. Raises InvalidRequestError that names the place.
     """
     try:
         messages = msgspec.json.decode(data)
@@ -57,11 +58,12 @@ def _message(place: str, message: Any) -> ChatMessage:
     if isinstance(content, list):
         for i, part in enumerate(content):
             _check_part(f"{place}.content[{i}]", part)
-    elif not isinstance(content, str) and not (content is None and role == "assistant"):
+    elif content is None and role == "assistant":
+        out["content"] = ""
+    elif not isinstance(content, str):
         _refuse(f"{place}.content", "a string or a list of text parts", content)
-    if "tool_calls" in out:
-        out["tool_calls"] = _tool_calls(f"{place}.tool_calls", out["tool_calls"])
-    return out
+    calls = _tool_calls(f"{place}.tool_calls", out.pop("tool_calls", []))
+    return out | {"tool_calls": calls} if calls else out
 
 
 def _check_part(place: str, part: Any) -> None:

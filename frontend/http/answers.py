@@ -191,6 +191,76 @@ class CompletionChunk(Shape):
     usage: StreamUsage | UnsetType | None = UNSET
 
 
+class PromptUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Shape):
+    """embedding: of encoding_format "base64", the float32 numbers as bytes, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class PooledData(Shape):
+    """data: as in Embedding."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class Score(Shape):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class PoolingAnswer(Shape):
+    """What all lists of a pooling model have; id and created are vLLM's."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PromptUsage
+
+
+class EmbeddingList(PoolingAnswer):
+    data: list[Embedding]
+
+
+class PooledList(PoolingAnswer):
+    data: list[PooledData]
+
+
+class ScoreList(PoolingAnswer):
+    data: list[Score]
+
+
+class RankedDocument(Shape):
+    text: str
+
+
+class RankedResult(Shape):
+    """document: where return_documents is true."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class Ranking(Shape):
+    """The likest first."""
+
+    id: str
+    model: str
+    usage: PromptUsage
+    results: list[RankedResult]
+
+
 class ResponseEvent(msgspec.Struct, kw_only=True):
     """An event of a stream of /v1/responses; what else is in it depends on its type."""
 

@@ -37,11 +37,11 @@ TYPES: dict[tuple[str, str], Types] = {
     ("GET", "/v1/models/{model}"): (None, answers.ModelCard, None),
     ("GET", "/version"): (None, answers.Version, None),
     ("POST", "/detokenize"): (DetokenizeRequest, DetokenizeResponse, None),
-    ("POST", "/pooling"): (EmbeddingRequest, None, None),
-    ("POST", "/rerank"): (RerankRequest, None, None),
+    ("POST", "/pooling"): (EmbeddingRequest, answers.PooledList, None),
+    ("POST", "/rerank"): (RerankRequest, answers.Ranking, None),
     ("POST", "/scale"): (ScaleRequest, ScaleAnswer, None),
     ("POST", "/scale_elastic_ep"): (ElasticScaleRequest, ScaleAnswer, None),
-    ("POST", "/score"): (ScoreRequest, None, None),
+    ("POST", "/score"): (ScoreRequest, answers.ScoreList, None),
     ("POST", "/tokenize"): (TokenizeRequest, TokenizeResponse, None),
     ("POST", "/v1/chat/completions"): (
         ChatRequest,
@@ -53,11 +53,11 @@ TYPES: dict[tuple[str, str], Types] = {
         answers.Completion,
         answers.CompletionChunk,
     ),
-    ("POST", "/v1/embeddings"): (EmbeddingRequest, None, None),
-    ("POST", "/v1/rerank"): (RerankRequest, None, None),
+    ("POST", "/v1/embeddings"): (EmbeddingRequest, answers.EmbeddingList, None),
+    ("POST", "/v1/rerank"): (RerankRequest, answers.Ranking, None),
     ("POST", "/v1/responses"): (ResponseRequest, Response, answers.ResponseEvent),
-    ("POST", "/v1/score"): (ScoreRequest, None, None),
-    ("POST", "/v2/rerank"): (RerankRequest, None, None),
+    ("POST", "/v1/score"): (ScoreRequest, answers.ScoreList, None),
+    ("POST", "/v2/rerank"): (RerankRequest, answers.Ranking, None),
 }
 # Of what is read, the fields that can only be neutral; None where there is no such sieve.
 _READ: dict[type[msgspec.Struct], Mapping[str, tuple[Any, ...]] | None] = {

@@ -1,4 +1,8 @@
-"""The time that a client has for the body of its request, whoever reads it and however."""
+"""What every body must be: here within some time, whoever reads it and however; and not coded.
+
+A coded one (gzip, say) would have to be unpacked before anything about it is known. No client that
+was tried sends one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,18 @@ from .errors import Handler, RefusedError
 
 
 def body_within(seconds: float) -> Middleware:
-    """A middleware that ends requests with a 408 whose body is not here after so long."""
+    """A middleware that ends requests with a 408 whose body is not here after so long, and with a
+    415 those whose body is coded."""
 
     @web.middleware
     async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RefusedError(
+                "this server takes bodies as they are, without Content-Encoding",
+                status=415,
+                code="unsupported_content_encoding",
+                headers={"Accept-Encoding": "identity"},
+            )
         body = request.content
         if body.is_eof():
             return await handler(request)

@@ -31,6 +31,7 @@ class HttpServer:
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
+            auto_decompress=False,  # coded bodies are refused (body_limit.py)
             access_log=None,
             logger=connection_logger(),
             lingering_time=LINGERING_SECONDS,

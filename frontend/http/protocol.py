@@ -36,6 +36,7 @@ IGNORED = frozenset(
 
 # Field: the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
@@ -47,8 +48,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
@@ -61,6 +64,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 _GUIDED = "it needs guided decoding, which this server doesn't have yet"
 _REASONS = {
+    "add_special_tokens": "the chat template writes them",
     "chat_template": "templates in requests are not run; the server's is set by --chat-template",
     "guided_choice": _GUIDED,
     "guided_grammar": _GUIDED,
@@ -329,11 +333,19 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
 def _check_neutral(
     name: str, value: Any, accepted: tuple[Any, ...], reasons: Mapping[str, str]
 ) -> None:
+    value = _without_nulls(value)
     # True == 1 and False == 0, but a boolean is no number here.
     if any(value == neutral and _alike(value, neutral) for neutral in accepted):
         return
     reason = reasons.get(name, f"it can only be {_neutral(accepted)}")
     raise InvalidRequestError(f"{name} is not supported yet: {reason}", param=name)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Null is as good as absent in an object, too."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return value
 
 
 def _alike(value: Any, neutral: Any) -> bool:

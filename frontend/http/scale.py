@@ -6,15 +6,17 @@ vLLM's path and body for it, /scale_elastic_ep, are taken, too.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from ...actors.scaling import MOST_REPLICAS
 from ...mq.errors import InvalidRequestError
+from .protocol import sift
 
-T = TypeVar("T", bound=msgspec.Struct)
+Replicas = Annotated[int, Meta(ge=1, le=MOST_REPLICAS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
@@ -22,14 +24,14 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     """replicas: how many there are to be. drain_timeout: seconds that requests on a replica that
     goes have to end there, before they go on elsewhere; --shutdown-timeout by default."""
 
-    replicas: int
+    replicas: Replicas
     drain_timeout: Seconds | None = None
 
 
 class ElasticScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The same, as vLLM has it."""
 
-    new_data_parallel_size: int
+    new_data_parallel_size: Replicas
     drain_timeout: Seconds | None = None
 
 
@@ -54,23 +56,20 @@ class ScaleApi:
 
     async def scale(self, request: web.Request) -> web.Response:
         """Another number of replicas; answered when there are so many."""
-        asked = _read(await request.read(), ScaleRequest)
-        return await self._scale(asked.replicas, asked.drain_timeout)
+        asked = sift(await request.read(), ScaleRequest, {})
+        return await self._scale("replicas", asked.replicas, asked.drain_timeout)
 
     async def scale_elastic_ep(self, request: web.Request) -> web.Response:
         """The same as /scale, as vLLM has it."""
-        asked = _read(await request.read(), ElasticScaleRequest)
-        return await self._scale(asked.new_data_parallel_size, asked.drain_timeout)
+        asked = sift(await request.read(), ElasticScaleRequest, {})
+        field, replicas = "new_data_parallel_size", asked.new_data_parallel_size
+        return await self._scale(field, replicas, asked.drain_timeout)
 
-    async def _scale(self, replicas: int, drain_timeout: float | None) -> web.Response:
-        number = await self._ask(replicas, drain_timeout)
+    async def _scale(self, field: str, replicas: int, drain_timeout: float | None) -> web.Response:
+        try:
+            number = await self._ask(replicas, drain_timeout)
+        except InvalidRequestError as error:
+            error.param = field
+            raise
         answer = ScaleAnswer(number, f"Scaled to {number} data parallel engines")
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-
-def _read(body: bytes, kind: type[T]) -> T:
-    """Raises InvalidRequestError."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"the body is no {kind.__name__}: {error}") from None

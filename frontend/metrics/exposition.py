@@ -103,30 +103,33 @@ class _Scrape(Collector):
             yield self._histogram(name, words, *histogram.cumulative())
 
     def _actors(self, status: Status) -> Iterator[Metric]:
+        labels = ["model_name", "actor"]
         cpu = CounterMetricFamily(
-            PREFIX + "actor_cpu_seconds", "CPU time of an actor's process.", labels=["actor"]
+            PREFIX + "actor_cpu_seconds", "CPU time of an actor's process.", labels=labels
         )
         memory = GaugeMetricFamily(
-            PREFIX + "actor_resident_memory_bytes", "Its resident memory.", labels=["actor"]
+            PREFIX + "actor_resident_memory_bytes", "Its resident memory.", labels=labels
         )
         restarts = CounterMetricFamily(
-            PREFIX + "actor_restarts", "How often it was started again.", labels=["actor"]
+            PREFIX + "actor_restarts", "How often it was started again.", labels=labels
         )
         for actor in status.actors:
-            restarts.add_metric([actor.name], actor.restarts)
+            restarts.add_metric([self._model, actor.name], actor.restarts)
             if actor.state != "dead":
-                cpu.add_metric([actor.name], actor.cpu_seconds)
-                memory.add_metric([actor.name], actor.rss_bytes)
+                cpu.add_metric([self._model, actor.name], actor.cpu_seconds)
+                memory.add_metric([self._model, actor.name], actor.rss_bytes)
         replicas = GaugeMetricFamily(
             PREFIX + "replicas", "Replicas that requests go to.", labels=["model_name"]
         )
         if (number := status.statistics.get("supervisor.replicas")) is not None:
             replicas.add_metric([self._model], number)
         fill = GaugeMetricFamily(
-            PREFIX + "channel_fill", "Share of a channel's room in use, 0 to 1.", labels=["channel"]
+            PREFIX + "channel_fill",
+            "Share of a channel's room in use, 0 to 1.",
+            labels=["model_name", "channel"],
         )
         for edge in status.edges:
-            fill.add_metric([edge.name], edge.used / max(edge.capacity, 1))
+            fill.add_metric([self._model, edge.name], edge.used / max(edge.capacity, 1))
         yield from (cpu, memory, restarts, replicas, fill)
 
     def _of_engines(

@@ -211,7 +211,7 @@ def tools() -> None:
         results: list[Any] = [
             {"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls
         ]
-        history = [*say("So it rains."), choice.message.model_dump(exclude_none=True), *results]
+        history = [*say("So it rains."), choice.message, *results]
         again = api.chat.completions.create(model=MODEL, messages=history, tools=TOOLS)
         assert again.choices[0].message.content == "So it rains."
         assert again.choices[0].finish_reason == "stop"
@@ -219,6 +219,21 @@ def tools() -> None:
             model=MODEL, messages=say(CALL * 2), tools=TOOLS, parallel_tool_calls=False
         )
         assert len(one.choices[0].message.tool_calls or []) == 1
+
+
+@case("tools' results, through the model's own template")
+def tool_results() -> None:
+    with connect("echo") as api:
+        said = api.chat.completions.create(model=MODEL, messages=say(CALL), tools=TOOLS)
+    (message,) = [choice.message for choice in said.choices]
+    (call,) = message.tool_calls or []
+    assert not message.content
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    with connect("real") as api:
+        history = [*QUESTION, message, result, *QUESTION]
+        answer = api.chat.completions.create(model=MODEL, messages=history, temperature=0)
+        assert answer.choices[0].message.content
+        assert answer.usage and answer.usage.prompt_tokens > 60
 
 
 @case("tools, streamed")

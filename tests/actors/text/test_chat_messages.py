@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ringcast.actors.text.chat_messages import join_parts, parse_messages, split_parts
+from ringcast.actors.text.chat_template import ChatTemplate
 from ringcast.mq.errors import InvalidRequestError
 
 
@@ -22,8 +23,16 @@ def test_null_fields_are_left_out() -> None:
     ]
     assert parse(messages) == [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "content": ""},
     ]
+
+
+def test_a_template_may_read_the_content_of_a_message_that_has_only_calls() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = parse([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    source = "{% for m in messages %}{{ m['role'] + '\n' + m['content'] + '<end>' }}{% endfor %}"
+    assert ChatTemplate(source).render(messages, {}) == "assistant\n<end>"
+    assert len(messages[0]["tool_calls"]) == 1
 
 
 def test_arguments_of_tool_calls_become_objects() -> None:

@@ -20,8 +20,7 @@ async def scrape(server: Any, **headers: str) -> dict[str, float]:
         assert family.documentation, family.name
         for sample in family.samples:
             labels = dict(sample.labels)
-            if not sample.name.startswith(("ringcast:actor_", "ringcast:channel_")):
-                assert labels.pop("model_name") == "named"
+            assert labels.pop("model_name") == "named"
             words = "".join(f",{name}={value}" for name, value in labels.items())
             key = sample.name + words
             assert key not in samples, f"{key} is there twice"

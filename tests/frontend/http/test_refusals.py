@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 from typing import Any
@@ -204,6 +205,21 @@ async def test_a_body_over_the_limit(serve: Any, engine: Any) -> None:
         assert "4194304 bytes" in error["message"]
         assert (await refused(server, "/v1/completions", {"prompt": 1}))[0] == 400
     assert engine.sent == []
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "nonsense"])
+async def test_a_body_that_is_coded(serve: Any, engine: Any, coding: str) -> None:
+    body = gzip.compress(b'{"prompt": "hi"}')
+    headers = {"Content-Encoding": coding}
+    async with serve() as server:
+        async with server.http.post("/v1/completions", data=body, headers=headers) as answer:
+            assert answer.status == 415
+            assert "Content-Encoding" in (await answer.json())["error"]["message"]
+        plain = {"Content-Encoding": "identity"}
+        body = b'{"prompt": "hi"}'
+        async with server.http.post("/v1/completions", data=body, headers=plain) as answer:
+            assert answer.status == 200
+    assert len(engine.generated) == 1
 
 
 async def test_request_ids_that_could_do_harm(serve: Any) -> None:

@@ -18,6 +18,8 @@ from ringcast.mq.config import ModelSpec, build
 from ringcast.mq.server_config import ServerConfig
 from ringcast.mq.supervision import Scale, Scaled
 
+FIELDS = {"/scale": "replicas", "/scale_elastic_ep": "new_data_parallel_size"}
+
 
 class Supervisor:
     """Answers each Scale at once, with what it is told to."""
@@ -50,8 +52,8 @@ async def serving(
 async def test_it_is_asked_and_answered(client: EngineClient, spec: ModelSpec) -> None:
     supervisor = Supervisor()
     async with serving(client, spec, supervisor) as http:
-        bodies: list[tuple[str, dict[str, float]]] = [
-            ("/scale", {"replicas": 3}),
+        bodies: list[tuple[str, dict[str, float | None]]] = [
+            ("/scale", {"replicas": 3, "drain_timeout": None, "unknown": None}),
             ("/scale", {"replicas": 3, "drain_timeout": 0}),
             ("/scale_elastic_ep", {"new_data_parallel_size": 3, "drain_timeout": 2.5}),
         ]
@@ -68,43 +70,52 @@ async def test_it_is_asked_and_answered(client: EngineClient, spec: ModelSpec) -
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (400, "must be 1 to 64"),
-        (409, "must be 1 to 64"),
-        (500, "must be 1 to 64; replicas, as before: 1"),
-        (503, "must be 1 to 64"),
+        (400, "there are 2 devices"),
+        (409, "there are 2 devices"),
+        (500, "there are 2 devices; replicas, as before: 1"),
+        (503, "there are 2 devices"),
     ],
 )
 async def test_a_refusal_has_its_reason_and_status(
     client: EngineClient, spec: ModelSpec, status: int, words: str
 ) -> None:
     supervisor = Supervisor()
-    supervisor.answer = (1, "must be 1 to 64", status)
-    async with (
-        serving(client, spec, supervisor) as http,
-        http.post("/scale", json={"replicas": 0}) as answer,
-    ):
-        assert answer.status == status
-        assert (await answer.json())["error"]["message"] == words
+    supervisor.answer = (1, "there are 2 devices", status)
+    async with serving(client, spec, supervisor) as http:
+        for path, field in FIELDS.items():
+            async with http.post(path, json={field: 3}) as answer:
+                assert answer.status == status
+                error = (await answer.json())["error"]
+                assert error["message"] == words
+                assert error["param"] == (field if status < 500 else None)
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("fields", "param"),
     [
-        b"",
-        b"{}",
-        b'{"replicas": "2"}',
-        b'{"replicas": 2.5}',
-        b'{"replicas": 2, "drain_timeout": -1}',
-        b'{"replicas": 2, "new_data_parallel_size": 2}',
+        ({}, "replicas"),
+        ({"replicas": None}, "replicas"),
+        ({"replicas": "2"}, "replicas"),
+        ({"replicas": 2.5}, "replicas"),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": 65}, "replicas"),
+        ({"replicas": 2, "drain_timeout": -1}, "drain_timeout"),
+        ({"replicas": 2, "other": 2}, "other"),
     ],
 )
 async def test_a_body_that_says_something_else_asks_nobody(
-    client: EngineClient, spec: ModelSpec, body: bytes
+    client: EngineClient, spec: ModelSpec, fields: dict[str, Any], param: str
 ) -> None:
     supervisor = Supervisor()
-    async with serving(client, spec, supervisor) as http, http.post("/scale", data=body) as answer:
-        assert answer.status == 400
-        assert "ScaleRequest" in (await answer.json())["error"]["message"]
+    async with serving(client, spec, supervisor) as http:
+        for path, field in FIELDS.items():
+            body = {field if name == "replicas" else name: fields[name] for name in fields}
+            async with http.post(path, json=body) as answer:
+                assert answer.status == 400
+                named = (await answer.json())["error"]["param"]
+            assert named == (field if param == "replicas" else param)
+        async with http.post("/scale", data=b"") as answer:
+            assert answer.status == 400
     assert supervisor.asked == []
 
 
