@@ -5,6 +5,7 @@ The command line is made from this.
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -384,8 +385,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if getattr(self, option) is BY_DEVICE:
                 msgspec.structs.force_setattr(self, option, value)
         values = msgspec.structs.asdict(self)
-        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
-        check_device_options(self.device, found, values, defaults)
+        check_device_options(self.device, found, values, _defaults(type(self)))
 
     def _check_partial_prefills(self) -> None:
         most, long = self.max_num_partial_prefills, self.max_long_partial_prefills
@@ -437,13 +437,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec | None = None
 
 
+@functools.cache
+def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """By field."""
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}
+
+
 def build(kind: type[T], options: dict[str, Any]) -> T:
     """Make a config of `kind` from options by name.
 
     Raises ConfigError that names the option and what it accepts.
     """
-    known = {field.name for field in msgspec.structs.fields(kind)}
-    unknown = sorted(set(options) - known)
+    known = _defaults(kind)
+    unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise ConfigError(
             f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}"

@@ -16,6 +16,9 @@ from hypothesis import settings
 from interpreted_triton import choose_triton
 
 choose_triton()
+# OpenMP's threads that have nothing to do sleep at once: they would spin for milliseconds on cores
+# that other processes want. Read when torch is imported, here and in what the tests start.
+os.environ["GOMP_SPINCOUNT"] = "0"
 settings.register_profile("ringcast", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ringcast")
 

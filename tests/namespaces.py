@@ -1,4 +1,5 @@
-"""Several "hosts" on one: namespaces with a network, processes, /dev/shm and a name of their own.
+"""Several "hosts" on one: namespaces with a network, processes, /dev/shm and a name of their own;
+and a cluster of two of them, a master and a headless node.
 
 Needs root, `unshare`, `nsenter` and `ip`; `lacking` says what is missing.
 """
@@ -8,12 +9,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+from serving import RINGCAST, Endpoint
+
+MASTER_IP, NODE_IP = "10.77.0.1", "10.77.0.2"
 _KINDS = ("--net", "--mount", "--ipc", "--pid", "--uts")
 _numbers = itertools.count()
 _INSIDE = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && ip link set lo up && echo up && cat"
@@ -67,6 +74,23 @@ class Host:
         program = Program(self.command(*words), env)
         self._programs.append(program)
         return program
+
+    def processes(self) -> Iterator[int]:
+        """The process ids here of what runs on it."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and os.readlink(f"/proc/{name}/ns/pid") == space:
+                    yield int(name)
+
+    def outer_pid(self, inner: int) -> int:
+        """The process id here of what has the process id `inner` there."""
+        for pid in self.processes():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+                (line,) = (line for line in status if line.startswith("NSpid:"))
+                if int(line.split()[-1]) == inner:
+                    return pid
+        raise AssertionError(f"no process {inner} on {self.name}")
 
 
 class Program:
@@ -136,6 +160,73 @@ def cable(one: Host | None, one_address: str, other: Host, other_address: str) -
     finally:
         if one is None:
             subprocess.run(["ip", "link", "del", names[0]], check=True)
+
+
+class Cluster(Endpoint):
+    """Two hosts, the cable between them, and what is started on them. url: the master's, from here.
+
+    options: of `ringcast serve` on both; of_master and of_node: those that either has besides.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        options: tuple[str, ...],
+        of_master: tuple[str, ...] = (),
+        of_node: tuple[str, ...] = (),
+        **env: str,
+    ) -> None:
+        super().__init__("")
+        self.folder, self.model = folder, model
+        self._options, self._of_master, self._of_node = options, of_master, of_node
+        self._env = env
+        self.secret = self.write_secret("secret")
+        self._line = ""
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Cluster]:
+        """Skips the test where there can be no namespaces."""
+        if reason := lacking():
+            pytest.skip(reason)
+        pid = os.getpid()
+        outside = f"10.{100 + pid % 150}.{pid // 150 % 250}"
+        with contextlib.ExitStack() as stack:
+            self.master, self.node = (stack.enter_context(Host(n)) for n in ("master", "node-a"))
+            stack.enter_context(cable(None, f"{outside}.1", self.master, f"{outside}.2"))
+            self._line = stack.enter_context(cable(self.master, MASTER_IP, self.node, NODE_IP))
+            self.url = f"http://{outside}.2:8000"
+            yield self
+
+    def write_secret(self, name: str) -> str:
+        path = self.folder / name
+        path.write_text(secrets.token_hex(32))
+        path.chmod(0o600)
+        return str(path)
+
+    def start_master(self, *more: str) -> Program:
+        served = ("--host", "0.0.0.0", "--served-model-name", "model")
+        return self._start(self.master, self.model, *served, *self._of_master, *more)
+
+    def start_node(self, *more: str, model: Path | None = None) -> Program:
+        return self._start(self.node, model or self.model, "--headless", *self._of_node, *more)
+
+    def _start(self, host: Host, model: Path, *more: str) -> Program:
+        options = (*self._options, "--cluster-secret-file", self.secret, *more)
+        return host.start(RINGCAST, "serve", str(model), *options, **self._env)
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """No cable meanwhile."""
+        self.master.do("ip", "link", "set", self._line, "down")
+        try:
+            yield
+        finally:
+            self.master.do("ip", "link", "set", self._line, "up")
+
+    def kill(self, name: str) -> None:
+        """One of the master's actors, by kill -9."""
+        os.kill(self.master.outer_pid(self.pids()[name]), signal.SIGKILL)
 
 
 def _children(pid: int) -> list[int]:

@@ -7,9 +7,10 @@ closer than 1e-3.
 from __future__ import annotations
 
 import numpy as np
+from in_process import InProcessEngine
 
 from ringcast import SamplingParams
-from ringcast.mq.config import ModelSpec
+from ringcast.mq.config import EngineConfig, ModelSpec, build
 
 VOCABULARY = 91  # splits into 46 + 45, and into 3 x 23 + 22
 TIE = 1e-3
@@ -100,6 +101,7 @@ def make_model(folder, name):
 
     architecture, changes = (MODELS | MIXTURES)[name]
     hf_config = {**SHAPE, "architectures": [architecture], **changes}
+    folder.mkdir(exist_ok=True)
     weights = RandomWeights()
     declared = find_model(architecture).check(hf_config)
     CpuDecoder(declared, Layout(torch.float32), 4, weights, lambda *_: None)
@@ -114,6 +116,31 @@ def make_model(folder, name):
         eos_token_ids=[2],
         hf_config=hf_config,
     )
+
+
+class Models:
+    """They are made when they are first asked for, in `folder`. ranks: of the engines."""
+
+    def __init__(self, folder, ranks):
+        self.ranks = ranks
+        self._folder = folder
+        self._specs, self._references = {}, {}
+
+    def spec(self, name):
+        if name not in self._specs:
+            self._specs[name] = make_model(self._folder / name, name)
+        return self._specs[name]
+
+    def engine(self, name, **options):
+        config = build(EngineConfig, {**SMALL, **options})
+        return InProcessEngine(config, self.spec(name), self.ranks.load(config, self.spec(name)))
+
+    def reference(self, name):
+        """Of this process: an engine that has run the prompts; its tokens, greedy and seeded."""
+        if name not in self._references:
+            one = InProcessEngine(build(EngineConfig, SMALL), self.spec(name))
+            self._references[name] = one, run_greedy(one, prompts()), run_seeded(one, prompts())
+        return self._references[name]
 
 
 def prompts():

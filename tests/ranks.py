@@ -1,11 +1,11 @@
 """The workers of an engine of several for tests: processes that keep torch loaded, and a runner
 that has all of them run each plan.
 
-    python -P tests/ranks.py
+    python -P tests/ranks.py CALLS ANSWERS ...
 
-is one of them. It reads pickled calls from its standard input: ("load", config, spec, rank, file
-of the group, engine), which makes a new runner, or ("execute", plan). Each is answered on its
-standard output by (True, what came out) or (False, the traceback).
+loads torch once and becomes one of them for each pair of pipes. It reads pickled calls: ("load",
+config, spec, rank, file of the group, engine), which makes a new runner, or ("execute", plan). Each
+is answered by (True, what came out) or (False, the traceback).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import traceback
 from typing import Any
 
+from ringcast.actors.linux import die_with_parent
 from ringcast.executor.runner import Done, make_runner
 from ringcast.mq.config import EngineConfig, ModelSpec
 from ringcast.mq.messages import StepOutput, StepPlan, WorkerReady
@@ -26,17 +27,30 @@ class Ranks:
     """Use as a context."""
 
     def __init__(self, number: int) -> None:
-        command = [sys.executable, "-P", __file__]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._processes = [subprocess.Popen(command, **pipes) for _ in range(number)]
+        pipes = [(os.pipe(), os.pipe()) for _ in range(number)]
+        theirs = [fd for (calls, _), (_, answers) in pipes for fd in (calls, answers)]
+        command = [sys.executable, "-P", __file__, *map(str, theirs)]
+        # A library's threads don't outlive a fork.
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self._first = subprocess.Popen(command, pass_fds=theirs, env=env)
+        for fd in theirs:
+            os.close(fd)
+        self._calls = [os.fdopen(calls, "wb") for (_, calls), _ in pipes]
+        self._answers = [os.fdopen(answers, "rb") for _, (answers, _) in pipes]
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        for pipe in self._calls:
+            pipe.close()  # which ends them
+        try:
+            self._first.wait(5)
+        except subprocess.TimeoutExpired:
+            self._first.kill()
+            self._first.wait()
+        for pipe in self._answers:
+            pipe.close()
 
     def load(self, config: EngineConfig, spec: ModelSpec) -> RanksRunner:
         fd = os.memfd_create("ranks")
@@ -51,11 +65,10 @@ class Ranks:
 
     def call(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """One call to each of the first ranks. Raises RuntimeError with the tracebacks."""
-        processes = self._processes[: len(calls)]
-        for process, call in zip(processes, calls, strict=True):
-            pickle.dump(call, process.stdin)
-            process.stdin.flush()
-        answers = [pickle.load(process.stdout) for process in processes]
+        for pipe, call in zip(self._calls, calls, strict=False):
+            pickle.dump(call, pipe)
+            pipe.flush()
+        answers = [pickle.load(pipe) for pipe in self._answers[: len(calls)]]
         errors = [answer for worked, answer in answers if not worked]
         if errors:
             raise RuntimeError("\n".join(errors))
@@ -105,12 +118,27 @@ class RanksRunner:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    import ringcast.executor.cpu_runner  # noqa: F401  torch, while there is one process
+
+    parent, fds = os.getpid(), [int(word) for word in sys.argv[1:]]
+    for calls, answers in zip(fds[::2], fds[1::2], strict=True):
+        if not os.fork():
+            die_with_parent(parent)
+            for fd in {*fds} - {calls, answers}:
+                os.close(fd)
+            serve(os.fdopen(calls, "rb"), os.fdopen(answers, "wb"))
+            os._exit(0)
+    for fd in fds:
+        os.close(fd)
+    for _ in fds[::2]:
+        os.wait()
+
+
+def serve(calls: Any, answers: Any) -> None:
     runner: Any = None
     while True:
         try:
-            call, *arguments = pickle.load(sys.stdin.buffer)
+            call, *arguments = pickle.load(calls)
         except EOFError:
             return
         try:

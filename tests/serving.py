@@ -21,19 +21,11 @@ RINGCAST = str(Path(sys.executable).parent / "ringcast")
 AS_MODULE = [sys.executable, "-P", "-m", "ringcast.frontend.cli.main"]
 
 
-class Server:
-    """A running server. said: what it has written to stderr since the ready line."""
+class Endpoint:
+    """Where a server answers."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.said = ""
-        self._listening = threading.Thread(target=self._listen)
-        self._listening.start()
-
-    def _listen(self) -> None:
-        for line in self.process.stderr:
-            self.said += line
 
     def get(self, path: str) -> dict:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
@@ -78,6 +70,21 @@ class Server:
 
     def statistics(self) -> dict[str, float]:
         return self.get("/status")["statistics"]
+
+
+class Server(Endpoint):
+    """A running server. said: what it has written to stderr since the ready line."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        super().__init__(url)
+        self.process = process
+        self.said = ""
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        for line in self.process.stderr:
+            self.said += line
 
     def end(self, number: int = signal.SIGINT, timeout: float = 20) -> tuple[int, str]:
         """Send a signal; the exit status and what was said on stderr since the ready line."""

@@ -18,12 +18,6 @@ OFTEN = {"window_size": 5, "step_interval": 3}
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def more_ranks():
     with Ranks(4) as ranks:
         yield ranks
 
@@ -84,9 +78,9 @@ def test_every_rank_has_every_expert(spec, ranks, one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "data", "redundant"), [(4, 1, 8), (2, 2, 4)])
-def test_the_same_tokens_of_four(spec, more_ranks, one, tensor, data, redundant):
+def test_the_same_tokens_of_four(spec, ranks, one, tensor, data, redundant):
     sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-    check_tokens(spec, more_ranks, one, sizes, redundant)
+    check_tokens(spec, ranks, one, sizes, redundant)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import random_models
 import torch
 from in_process import InProcessEngine, Together, tiny_engine
 from random_models import (
@@ -60,8 +61,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    stem = [3 + i * i % 83 for i in range(24)]
-    return [[*stem, *(5 + (i * number) % 77 for i in range(7 * number))] for number in range(1, 7)]
+    return random_models.prompts()
 
 
 @pytest.fixture(scope="module")

@@ -6,117 +6,67 @@ Real processes on processors. What a request gives is what one process makes of 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import threading
 import urllib.error
 import urllib.request
 
 import pytest
 from in_process import tiny_engine
-from namespaces import Host, Program, cable, lacking
+from load import Load
+from namespaces import MASTER_IP, Cluster, Host, Program
 from serving import until
 from simulation.reference import decode, encode
-from test_headless import MASTER_IP, NODE_IP, Cluster, _outer_pid
 from test_lockstep import make_served_mixture
 
 from ringcast import SamplingParams
 
 pytestmark = pytest.mark.slow
-REASON = lacking()
-NUM_REQUESTS = 6
+PROMPTS = [f"prompt {i}" for i in range(6)]
 LONG = 200.0  # seconds that both hosts together may take to start
 LENGTH = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
 NODE_UNIT = ("worker.0", "mirror.0", "scheduler.0", "scheduler.1")
 
 
-class Together(Cluster):
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.model = make_served_mixture(self.folder / "mixture")
-
-    def _options(self) -> tuple[str, ...]:
-        return (
-            *("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--block-size", "4"),
-            *("--num-gpu-blocks-override", "400", "--enable-expert-parallel"),
-            *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
-            *("--data-parallel-address", MASTER_IP, "--data-parallel-rpc-port", "13345"),
-            *("--cluster-secret-file", self.secret),
-        )
-
-    def is_ready(self) -> bool:
-        try:
-            urllib.request.urlopen(self.url + "/ready", timeout=30).close()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code != 503
-        return True
-
-    def steps(self, replica: int) -> dict[str, float]:
-        values = self.get("/status")["statistics"]
-        start = f"scheduler.{replica}."
-        return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+def load(cluster: Cluster) -> Load:
+    return Load(cluster.url, PROMPTS, seconds=2 * LONG, stream=True, **LENGTH)
 
 
-class Streams:
-    """Requests that are under way at once; `begun` are those that have said something."""
+def is_ready(cluster: Cluster) -> bool:
+    try:
+        urllib.request.urlopen(cluster.url + "/ready", timeout=30).close()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code != 503
+    return True
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.begun: set[int] = set()
-        self._url, self._said = cluster.url, [""] * NUM_REQUESTS
-        self._errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(NUM_REQUESTS)]
-        for thread in self._threads:
-            thread.start()
 
-    def _ask(self, i: int) -> None:
-        body = {"model": "model", "prompt": f"prompt {i}", "stream": True, **LENGTH}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            self._url + "/v1/completions", json.dumps(body).encode(), headers
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=2 * LONG) as answer:
-                for line in answer:
-                    if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                        self._said[i] += json.loads(line[6:])["choices"][0]["text"]
-                        self.begun.add(i)
-        except (OSError, ValueError, KeyError) as error:
-            self._errors.append(error)
-
-    def under_way(self) -> Streams:
-        until(lambda: len(self.begun) == NUM_REQUESTS, LONG)
-        assert any(thread.is_alive() for thread in self._threads)
-        return self
-
-    def texts(self) -> list[str]:
-        for thread in self._threads:
-            thread.join(2 * LONG)
-        assert not self._errors, self._errors
-        return self._said
+def steps(cluster: Cluster, replica: int) -> dict[str, float]:
+    start = f"scheduler.{replica}."
+    values = cluster.statistics()
+    return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    if REASON:
-        pytest.skip(REASON)
-    pid = os.getpid()
-    outside = f"10.{200 + pid % 50}.{pid // 50 % 250}"
-    with contextlib.ExitStack() as stack:
-        master, node = (stack.enter_context(Host(name)) for name in ("master", "node-a"))
-        stack.enter_context(cable(None, f"{outside}.1", master, f"{outside}.2"))
-        line = stack.enter_context(cable(master, MASTER_IP, node, NODE_IP))
-        folder = tmp_path_factory.mktemp("cluster")
-        yield Together(folder, master, node, line, f"http://{outside}.2:8000")
+    folder = tmp_path_factory.mktemp("cluster")
+    options = (
+        *("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--block-size", "4"),
+        *("--num-gpu-blocks-override", "400", "--enable-expert-parallel"),
+        *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
+        *("--data-parallel-address", MASTER_IP, "--data-parallel-rpc-port", "13345"),
+    )
+    of_node = ("--data-parallel-start-rank", "1")
+    model = make_served_mixture(folder / "mixture")
+    with Cluster(folder, model, options, of_node=of_node).connected() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
 def want(cluster):
     """By one process."""
     alone = tiny_engine(cluster.model, load_format="auto", max_model_len=512)
-    prompts = [encode(f"prompt {i}") for i in range(NUM_REQUESTS)]
-    tokens = alone.generate(prompts, SamplingParams(**LENGTH))
+    tokens = alone.generate([encode(prompt) for prompt in PROMPTS], SamplingParams(**LENGTH))
     return [decode(each, final=True) for each in tokens]
 
 
@@ -143,38 +93,38 @@ def node(cluster, master):
 
 
 def test_the_tokens_of_one_process(cluster, master, node, want):
-    assert Streams(cluster).texts() == want
+    assert load(cluster).texts() == want
     for replica in range(2):  # what they say of themselves comes now and then
-        until(lambda r=replica: cluster.steps(r)["generation_tokens"] > LENGTH["max_tokens"] / 2)
-    until(lambda: cluster.steps(0)["waves"] == cluster.steps(1)["waves"] > 0)
-    assert cluster.get("/status")["statistics"]["mirror.0.mirrored_out"] > 0
+        until(lambda r=replica: steps(cluster, r)["generation_tokens"] > LENGTH["max_tokens"] / 2)
+    until(lambda: steps(cluster, 0)["waves"] == steps(cluster, 1)["waves"] > 0)
+    assert cluster.statistics()["mirror.0.mirrored_out"] > 0
 
 
 def test_a_node_that_is_killed_and_comes_back_costs_no_request(cluster, master, node, want):
-    before = _pids(cluster)
-    streams = Streams(cluster).under_way()
+    before = cluster.pids()
+    streams = load(cluster).begun()
     node.kill()
     master.until_said("node node-a has closed the connection", seconds=LONG)
-    until(lambda: not cluster.is_ready(), LONG)
+    until(lambda: not is_ready(cluster), LONG)
     node = cluster.start_node()
     assert streams.texts() == want
     master.until_said("scheduler.1 back after", seconds=LONG)
-    changed = {name for name, pid in _pids(cluster).items() if before[name] != pid}
+    changed = {name for name, pid in cluster.pids().items() if before[name] != pid}
     assert changed == set(NODE_UNIT)
-    assert cluster.is_ready()
+    assert is_ready(cluster)
     _end_of_coordinator(cluster, want)
     _end_of_worker(cluster, node, master, want)
 
 
 def _end_of_coordinator(cluster, want) -> None:
     """It is of no replica's unit, on either host."""
-    before = _pids(cluster)
-    streams = Streams(cluster).under_way()
-    os.kill(_outer_pid(cluster.master_host, before["coordinator.0"]), signal.SIGKILL)
+    before = cluster.pids()
+    streams = load(cluster).begun()
+    cluster.kill("coordinator.0")
     assert streams.texts() == want
-    until(cluster.is_up, LONG)
-    assert Streams(cluster).texts() == want  # in a wave that the new one has started
-    assert {name for name, pid in _pids(cluster).items() if before[name] != pid} == {
+    until(cluster.all_ready, LONG)
+    assert load(cluster).texts() == want  # in a wave that the new one has started
+    assert {name for name, pid in cluster.pids().items() if before[name] != pid} == {
         "coordinator.0"
     }
 
@@ -182,22 +132,19 @@ def _end_of_coordinator(cluster, want) -> None:
 def _end_of_worker(cluster, node: Program, master: Program, want) -> None:
     """The death of either side's worker is all replicas' death; both sides live on."""
     times = master.said.count("scheduler.1 back after")
-    for host, name in ((cluster.master_host, "worker.0"), (cluster.node_host, "worker.1")):
-        streams = Streams(cluster).under_way()
+    for host, name in ((cluster.master, "worker.0"), (cluster.node, "worker.1")):
+        streams = load(cluster).begun()
         os.kill(_worker(host), signal.SIGKILL)
         assert streams.texts() == want, name
         node.until_said("joining again", times, seconds=LONG)
         times += 1
         master.until_said("scheduler.1 back after", times, seconds=LONG)
     # A cable that is cut: neither side hears of it at once.
-    streams = Streams(cluster).under_way()
-    cluster.pull_the_plug()
-    try:
+    streams = load(cluster).begun()
+    with cluster.cut():
         master.until_said("node node-a went silent", seconds=LONG)
         node.until_said("went silent", seconds=LONG)
-        until(lambda: not cluster.is_ready(), LONG)
-    finally:
-        cluster.plug_in()
+        until(lambda: not is_ready(cluster), LONG)
     assert streams.texts() == want
     master.until_said("scheduler.1 back after", times + 1, seconds=LONG)
     node.signal(signal.SIGTERM)
@@ -207,17 +154,10 @@ def _end_of_worker(cluster, node: Program, master: Program, want) -> None:
     assert master.wait(LONG) == 0
 
 
-def _pids(cluster: Cluster) -> dict[str, int]:
-    return {actor["name"]: actor["pid"] for actor in cluster.get("/status")["actors"]}
-
-
 def _worker(host: Host) -> int:
     """The process id here of that host's worker: the one that has loaded torch."""
-    space = os.readlink(f"/proc/{host.pid}/ns/pid")
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit() and os.readlink(f"/proc/{name}/ns/pid") == space:
-                with open(f"/proc/{name}/maps") as maps:
-                    if "libtorch" in maps.read():
-                        return int(name)
+    for pid in host.processes():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            if "libtorch" in maps.read():
+                return pid
     raise AssertionError(f"no worker on {host.name}")

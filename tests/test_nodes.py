@@ -6,21 +6,17 @@ What requests give is known from one process that has the whole model.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
 import signal
-import threading
-import urllib.request
 
 import pytest
 import torch
 from in_process import tiny_engine
-from namespaces import Host, Program, cable, lacking
+from load import Load
+from namespaces import MASTER_IP, Cluster
 from random_models import RandomWeights
 from safetensors.torch import save_file
-from serving import RINGCAST, until
+from serving import until
 from tiny_model import make_tiny_model
 
 from ringcast import SamplingParams
@@ -29,8 +25,6 @@ from ringcast.executor.layers import Layout
 from ringcast.executor.models import find_model
 
 pytestmark = pytest.mark.slow
-REASON = lacking()
-MASTER_IP, NODE_IP = "10.77.4.1", "10.77.4.2"
 PORT = 13501
 NUM_TOKENS = 60
 PROMPTS = [[5 + (i * number) % 90 for i in range(10 + 9 * number)] for number in range(8)]
@@ -48,99 +42,26 @@ def make_model(folder):
     return folder
 
 
-class Cluster:
-    def __init__(self, folder, master: Host, node: Host, line: str, url: str) -> None:
-        self.folder, self.master_host, self.node_host, self.url = folder, master, node, url
-        self._line = line
-        self.model = make_model(folder / "model")
-        self.secret = self.write_secret("secret")
-
-    def write_secret(self, name: str) -> str:
-        path = self.folder / name
-        path.write_text(secrets.token_hex(32))
-        path.chmod(0o600)
-        return str(path)
-
-    def start_master(self, *sizes: str) -> Program:
-        more = ("--host", "0.0.0.0", "--served-model-name", "model", "--node-rank", "0")
-        return self._start(self.master_host, *more, *sizes)
-
-    def start_node(self, *more: str) -> Program:
-        return self._start(self.node_host, "--headless", "--node-rank", "1", *more)
-
-    def _start(self, host: Host, *more: str) -> Program:
-        return host.start(
-            *(RINGCAST, "serve", str(self.model), "--device", "cpu", "--dtype", "float32"),
-            *("--deterministic", "--max-num-batched-tokens", "48", "--max-model-len", "256"),
-            *("--block-size", "4", "--num-gpu-blocks-override", "200", "--num-threads", "1"),
-            *("--nnodes", "2", "--master-addr", MASTER_IP, "--master-port", str(PORT)),
-            *("--cluster-secret-file", self.secret, *more),
-        )
-
-    def cut(self) -> None:
-        self.master_host.do("ip", "link", "set", self._line, "down")
-
-    def mend(self) -> None:
-        self.master_host.do("ip", "link", "set", self._line, "up")
-
-    def status(self) -> dict:
-        with urllib.request.urlopen(self.url + "/status", timeout=30) as answer:
-            return json.load(answer)
-
-
-class Load:
-    """All prompts at once, as streams. begun: the first one has got some tokens."""
-
-    def __init__(self, url: str) -> None:
-        self.begun = threading.Event()
-        self._url = url
-        self._results, self._errors = {}, []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(len(PROMPTS))]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self, i: int) -> None:
-        body = {"model": "model", "prompt": PROMPTS[i], "max_tokens": NUM_TOKENS, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True, "logprobs": 0}
-        body |= {"return_tokens_as_token_ids": True}
-        request = urllib.request.Request(
-            self._url + "/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        tokens = []
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                for line in answer:
-                    if line.startswith(b"data: {"):
-                        (choice,) = json.loads(line[6:])["choices"]
-                        tokens += choice["logprobs"]["tokens"] if choice["logprobs"] else []
-                        if len(tokens) > 10:
-                            self.begun.set()
-            self._results[i] = [int(token.removeprefix("token_id:")) for token in tokens]
-        except (OSError, ValueError, KeyError) as error:
-            self._errors.append(error)
-            self.begun.set()
-
-    def results(self) -> list[list[int]]:
-        for thread in self._threads:
-            thread.join(120)
-        assert not self._errors, self._errors
-        return [self._results[i] for i in range(len(PROMPTS))]
+def load(cluster: Cluster) -> Load:
+    """All prompts at once."""
+    body = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    ids = {"logprobs": 0, "return_tokens_as_token_ids": True}
+    return Load(cluster.url, PROMPTS, seconds=120, **body, **ids)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    if REASON:
-        pytest.skip(REASON)
-    pid = os.getpid()
-    outside = f"10.{100 + pid % 50}.{pid // 50 % 250}"
-    with contextlib.ExitStack() as stack:
-        master, node = (stack.enter_context(Host(name)) for name in ("master", "node-a"))
-        stack.enter_context(cable(None, f"{outside}.1", master, f"{outside}.2"))
-        line = stack.enter_context(cable(master, MASTER_IP, node, NODE_IP))
-        folder = tmp_path_factory.mktemp("cluster")
-        yield Cluster(folder, master, node, line, f"http://{outside}.2:8000")
+    folder = tmp_path_factory.mktemp("cluster")
+    options = (
+        *("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--deterministic"),
+        *("--max-num-batched-tokens", "48", "--max-model-len", "256"),
+        *("--block-size", "4", "--num-gpu-blocks-override", "200"),
+        *("--nnodes", "2", "--master-addr", MASTER_IP, "--master-port", str(PORT)),
+    )
+    model = make_model(folder / "model")
+    ranks = [("--node-rank", rank) for rank in ("0", "1")]
+    with Cluster(folder, model, options, *ranks).connected() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +78,13 @@ def test_the_same_tokens_as_in_one_process(cluster, want, sizes):
     master, node = cluster.start_master(*SIZES[sizes]), cluster.start_node(*SIZES[sizes])
     master.until_said("ready in", seconds=200)
     node.until_said("node 1 ready in")
-    assert Load(cluster.url).results() == want
-    status = cluster.status()
-    names = {actor["name"] for actor in status["actors"]}
+    assert load(cluster).tokens() == want
+    names = set(cluster.actors())
     assert {"scheduler.0", "worker.0", "gateway.1"} <= names
     assert not {"worker.3" if sizes == "both" else "worker.1"} & names
     for way in ("out", "in"):  # what it says of itself comes now and then
         key = f"gateway.1.mirrored_{way}"
-        until(lambda key=key: cluster.status()["statistics"][key] > 10_000)
+        until(lambda key=key: cluster.statistics()[key] > 10_000)
     node.signal(signal.SIGTERM)
     assert node.wait() == 0
     master.until_said("node node-a has left: it is being shut down; waiting for node 1")
@@ -194,45 +114,27 @@ def test_a_node_is_lost_and_comes_back(cluster, want, sizes):
     """By kill -9, and by its cable; and a worker, and the master. No token is lost."""
     master, node = cluster.start_master(*SIZES[sizes]), cluster.start_node(*SIZES[sizes])
     master.until_said("ready in", seconds=200)
-    load = Load(cluster.url)
-    assert load.begun.wait(60)
+    streams = load(cluster).begun()
     node.kill()
     master.until_said("has closed the connection; waiting for node 1; restarting")
     node = cluster.start_node(*SIZES[sizes])
-    assert load.results() == want
+    assert streams.tokens() == want
     master.until_said("back after")
-    load = Load(cluster.url)
-    assert load.begun.wait(60)
-    cluster.cut()
-    master.until_said("node node-a went silent")
-    node.until_said(f"the master at {MASTER_IP}:{PORT} went silent")
-    cluster.mend()
-    assert load.results() == want
+    streams = load(cluster).begun()
+    with cluster.cut():
+        master.until_said("node node-a went silent")
+        node.until_said(f"the master at {MASTER_IP}:{PORT} went silent")
+    assert streams.tokens() == want
     node.until_said("joining again")
-    load = Load(cluster.url)
-    assert load.begun.wait(60)
-    pids = {actor["name"]: actor["pid"] for actor in cluster.status()["actors"]}
-    os.kill(_outer_pid(cluster.master_host, pids["worker.0"]), signal.SIGKILL)
-    assert load.results() == want
+    streams = load(cluster).begun()
+    cluster.kill("worker.0")
+    assert streams.tokens() == want
     node.until_said("joining again", 2)
     master.kill()
     node.until_said("joining again", 3)
     master = cluster.start_master(*SIZES[sizes])
     master.until_said("ready in", seconds=200)
-    assert Load(cluster.url).results() == want
+    assert load(cluster).tokens() == want
     for program in (node, master):
         program.signal(signal.SIGTERM)
         assert program.wait() == 0
-
-
-def _outer_pid(host: Host, inner: int) -> int:
-    """The process id here of a process that has `inner` on that host."""
-    space = os.readlink(f"/proc/{host.pid}/ns/pid")
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit() and os.readlink(f"/proc/{name}/ns/pid") == space:
-                with open(f"/proc/{name}/status") as status:
-                    (line,) = (line for line in status if line.startswith("NSpid:"))
-                if int(line.split()[-1]) == inner:
-                    return int(name)
-    raise AssertionError(f"no process {inner} on {host.name}")

@@ -13,8 +13,8 @@ from in_process import InProcessEngine, tiny_engine
 from random_models import (
     MODELS,
     SMALL,
+    Models,
     assert_same,
-    make_model,
     prompt_logprobs,
     run_greedy,
     run_seeded,
@@ -33,32 +33,14 @@ SLOW = [(name, shape) for name in MODELS for shape in SHAPES if (name, shape) no
 CASES = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
-@pytest.fixture(scope="module")
-def spec_of(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = make_model(tmp_path_factory.mktemp("model"), name)
-        return made[name]
-
-    return make
+def sizes(shape):
+    return {"tensor_parallel_size": shape[0], "pipeline_parallel_size": shape[1]}
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def models(tmp_path_factory):
     with Ranks(6) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def engine(ranks):
-    def make(spec, shape, **options):
-        sizes = {"tensor_parallel_size": shape[0], "pipeline_parallel_size": shape[1]}
-        config = build(EngineConfig, {**SMALL, **sizes, **options})
-        return InProcessEngine(config, spec, ranks.load(config, spec))
-
-    return make
+        yield Models(tmp_path_factory.mktemp("models"), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +48,10 @@ def prompts():
     return random_models.prompts()
 
 
-@pytest.fixture(scope="module")
-def reference(spec_of, prompts):
-    """Of one process, by model: an engine that has run the prompts, and its tokens."""
-    made = {}
-
-    def run(name):
-        if name not in made:
-            one = InProcessEngine(build(EngineConfig, SMALL), spec_of(name))
-            made[name] = one, run_greedy(one, prompts), run_seeded(one, prompts)
-        return made[name]
-
-    return run
-
-
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_the_same_tokens(spec_of, engine, reference, prompts, name, shape):
-    one, greedy, seeded = reference(name)
-    several = engine(spec_of(name), shape)
+def test_the_same_tokens(models, prompts, name, shape):
+    one, greedy, seeded = models.reference(name)
+    several = models.engine(name, **sizes(shape))
     assert_same(one, run_greedy(several, prompts), greedy)
     assert run_seeded(several, prompts) == seeded
     for i in range(len(prompts)):
@@ -106,9 +74,9 @@ def test_the_same_tokens(spec_of, engine, reference, prompts, name, shape):
         pytest.param("mixtral", (2, 2), False, marks=pytest.mark.slow),
     ],
 )
-def test_experts_in_stages(spec_of, engine, reference, prompts, name, shape, by_expert):
-    one, greedy, _ = reference(name)
-    several = engine(spec_of(name), shape, enable_expert_parallel=by_expert)
+def test_experts_in_stages(models, prompts, name, shape, by_expert):
+    one, greedy, _ = models.reference(name)
+    several = models.engine(name, **sizes(shape), enable_expert_parallel=by_expert)
     assert_same(one, run_greedy(several, prompts), greedy)
     for i in range(len(prompts)):
         assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
@@ -116,10 +84,10 @@ def test_experts_in_stages(spec_of, engine, reference, prompts, name, shape, by_
 
 
 @pytest.mark.parametrize("ahead", [1, 5])
-def test_a_tight_pool_preempts(spec_of, engine, reference, prompts, ahead):
-    one, greedy, _ = reference("qwen3")
+def test_a_tight_pool_preempts(models, prompts, ahead):
+    one, greedy, _ = models.reference("qwen3")
     options = {"num_gpu_blocks_override": 50, "max_steps_in_flight": ahead}
-    several = engine(spec_of("qwen3"), (1, 3), **options)
+    several = models.engine("qwen3", pipeline_parallel_size=3, **options)
     assert_same(one, run_greedy(several, prompts), greedy)
     assert several.scheduler.statistics()["preemptions"] > 0
     several.scheduler.check()
@@ -128,22 +96,22 @@ def test_a_tight_pool_preempts(spec_of, engine, reference, prompts, ahead):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("name", ["llama tied", "gemma3"])
-def test_the_same_bits(spec_of, engine, prompts, name, options):
+def test_the_same_bits(models, prompts, name, options):
     """What goes from stage to stage is the residual stream as it is."""
     options = {**options, "deterministic": True}
     # Where kernels are compiled they don't round as where they are found in the cache: all that is
     # compared here finds them there.
-    InProcessEngine(build(EngineConfig, {**SMALL, **options}), spec_of(name))
-    one = engine(spec_of(name), (1, 1), **options)
+    InProcessEngine(build(EngineConfig, {**SMALL, **options}), models.spec(name))
+    one = models.engine(name, **options)
     alone = run_greedy(one, prompts)
-    several = engine(spec_of(name), (1, 2), **options)
+    several = models.engine(name, pipeline_parallel_size=2, **options)
     assert alone == run_greedy(several, prompts)
     assert one.logprobs == several.logprobs
     for i in range(len(prompts)):
         assert (prompt_logprobs(one, i) == prompt_logprobs(several, i)).all()
 
 
-def test_a_stage_has_its_own_weights_alone(spec_of, ranks):
+def test_a_stage_has_its_own_weights_alone(models):
     """And as many blocks of its own layers as fit."""
     sizes, blocks = [], []
     for stages in (1, 3):
@@ -151,17 +119,17 @@ def test_a_stage_has_its_own_weights_alone(spec_of, ranks):
         config = build(
             EngineConfig, {**SMALL, "num_gpu_blocks_override": None, "max_num_seqs": 64} | options
         )
-        loaded = ranks.load(config, spec_of("qwen3")).loaded
+        loaded = models.ranks.load(config, models.spec("qwen3")).loaded
         sizes.append(sum(details["weights_bytes"] for _, details in loaded))
         blocks.append([ready.num_blocks for ready, _ in loaded])
     assert sizes[0] == sizes[1]
     assert blocks[1] == [3 * blocks[0][0] + blocks[1][0] % 3] * 3
 
 
-def test_more_stages_than_layers(spec_of, ranks):
+def test_more_stages_than_layers(models):
     config = build(EngineConfig, {**SMALL, "pipeline_parallel_size": 4})
     with pytest.raises(RuntimeError, match=r"has 3 layers, .* at most 3 is possible\n"):
-        ranks.load(config, spec_of("qwen3"))
+        models.ranks.load(config, models.spec("qwen3"))
 
 
 # Through the whole of it

@@ -10,14 +10,13 @@ import time
 import numpy as np
 import pytest
 import random_models
-from in_process import InProcessEngine
 from random_models import (
     GREEDY,
     MIXTURES,
     MODELS,
     SMALL,
+    Models,
     assert_same,
-    make_model,
     prompt_logprobs,
     run_greedy,
     run_seeded,
@@ -41,30 +40,9 @@ class Breaks(LogitsProcessor):
 
 
 @pytest.fixture(scope="module")
-def spec_of(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = make_model(tmp_path_factory.mktemp("model"), name)
-        return made[name]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def ranks():
+def models(tmp_path_factory):
     with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def engine(ranks):
-    def make(spec, size, **options):
-        config = build(EngineConfig, {**SMALL, "tensor_parallel_size": size, **options})
-        return InProcessEngine(config, spec, ranks.load(config, spec) if size > 1 else None)
-
-    return make
+        yield Models(tmp_path_factory.mktemp("models"), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +50,11 @@ def prompts():
     return random_models.prompts()
 
 
-@pytest.fixture(scope="module")
-def reference(spec_of, prompts):
-    """Of one rank, by model: an engine that has run the prompts, and its tokens."""
-    made = {}
-
-    def run(name):
-        if name not in made:
-            one = InProcessEngine(build(EngineConfig, SMALL), spec_of(name))
-            made[name] = one, run_greedy(one, prompts), run_seeded(one, prompts)
-        return made[name]
-
-    return run
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
-    one, greedy, seeded = reference(name)
-    several = engine(spec_of(name), size)
+def test_the_same_tokens(models, prompts, name, size):
+    one, greedy, seeded = models.reference(name)
+    several = models.engine(name, tensor_parallel_size=size)
     assert_same(one, run_greedy(several, prompts), greedy)
     assert run_seeded(several, prompts) == seeded
     for i in range(len(prompts)):
@@ -103,27 +67,27 @@ def test_the_same_tokens(spec_of, engine, reference, prompts, name, size):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_split_and_dealt(spec_of, engine, reference, prompts, name, size):
-    one, greedy, _ = reference(name)
+def test_experts_split_and_dealt(models, prompts, name, size):
+    one, greedy, _ = models.reference(name)
     for by_expert in (False, True):
-        several = engine(spec_of(name), size, enable_expert_parallel=by_expert)
+        several = models.engine(name, tensor_parallel_size=size, enable_expert_parallel=by_expert)
         assert_same(one, run_greedy(several, prompts), greedy)
         for i in range(len(prompts)):
             assert prompt_logprobs(several, i) == pytest.approx(prompt_logprobs(one, i), abs=1e-4)
         several.scheduler.check()
 
 
-def test_experts_of_a_dense_model(spec_of, ranks):
+def test_experts_of_a_dense_model(models):
     config = build(
         EngineConfig, {**SMALL, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     )
     with pytest.raises(RuntimeError, match="enable_expert_parallel = True: this model is dense"):
-        ranks.load(config, spec_of("qwen3"))
+        models.ranks.load(config, models.spec("qwen3"))
 
 
-def test_a_tight_pool_preempts(spec_of, engine, reference, prompts):
-    one, greedy, _ = reference("qwen3")
-    several = engine(spec_of("qwen3"), 2, num_gpu_blocks_override=50)
+def test_a_tight_pool_preempts(models, prompts):
+    one, greedy, _ = models.reference("qwen3")
+    several = models.engine("qwen3", tensor_parallel_size=2, num_gpu_blocks_override=50)
     assert_same(one, run_greedy(several, prompts), greedy)
     assert several.scheduler.statistics()["preemptions"] > 0
     several.scheduler.check()
@@ -137,11 +101,11 @@ def test_a_tight_pool_preempts(spec_of, engine, reference, prompts):
         ({"quantization": "int4"}, 0.5),
     ],
 )
-def test_in_other_precisions(spec_of, engine, prompts, options, tolerance):
+def test_in_other_precisions(models, prompts, options, tolerance):
     """Whose last digits differ: what is rounded is a part of a sum."""
     of_prompts = []
     for size in (1, 2):
-        made = engine(spec_of("qwen3"), size, **options)
+        made = models.engine("qwen3", tensor_parallel_size=size, **options)
         run_greedy(made, prompts)
         of_prompts.append(np.concatenate([prompt_logprobs(made, i) for i in range(len(prompts))]))
     one, several = of_prompts
@@ -150,9 +114,11 @@ def test_in_other_precisions(spec_of, engine, prompts, options, tolerance):
 
 
 @pytest.mark.slow
-def test_deterministic_alone_and_together(spec_of, engine, prompts):
+def test_deterministic_alone_and_together(models, prompts):
     """Bit by bit, where four ranks add up."""
-    made = engine(spec_of("gemma3"), 4, deterministic=True, enable_prefix_caching=False)
+    made = models.engine(
+        "gemma3", tensor_parallel_size=4, deterministic=True, enable_prefix_caching=False
+    )
     run_greedy(made, prompts)
     for i, prompt in enumerate(prompts):
         made.add("alone", prompt, GREEDY)
@@ -160,10 +126,10 @@ def test_deterministic_alone_and_together(spec_of, engine, prompts):
         assert made.logprobs.pop("alone") == made.logprobs[f"greedy {i}"]
 
 
-def test_a_size_that_does_not_divide(spec_of, ranks):
+def test_a_size_that_does_not_divide(models):
     config = build(EngineConfig, {**SMALL, "tensor_parallel_size": 3})
     with pytest.raises(RuntimeError, match="this model takes 1, 2, 4\n"):
-        ranks.load(config, spec_of("qwen3"))
+        models.ranks.load(config, models.spec("qwen3"))
 
 
 # Through the whole of it

@@ -4,22 +4,20 @@ one is lost before the master serves, and one after."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import signal
 import socket
-import threading
-import urllib.request
 
 import pytest
+from load import Load
 from namespaces import Program
 from serving import RINGCAST
 from tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 LONG = 200.0  # seconds that all of them together may take to start
-NUM_REQUESTS = 8
+PROMPTS = [f"prompt {i}" for i in range(8)]
 
 
 class Hosts:
@@ -50,36 +48,9 @@ class Hosts:
         self._programs.append(program)
         return program
 
-    def texts(self) -> list[str]:
-        self.ask()
-        return self.answers()
-
-    def ask(self) -> None:
-        self.url = re.search(r"at (http://\S+)/v1", self.master.said)[1]
-        self._texts = [""] * NUM_REQUESTS
-        self._errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(NUM_REQUESTS)]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self, i: int) -> None:
-        body = {"model": "model", "prompt": f"prompt {i}", "max_tokens": 300}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            self.url + "/v1/completions", json.dumps(body).encode(), headers
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=2 * LONG) as answer:
-                self._texts[i] = json.load(answer)["choices"][0]["text"]
-        except (OSError, ValueError, KeyError) as error:
-            self._errors.append(error)
-
-    def answers(self) -> list[str]:
-        for thread in self._threads:
-            thread.join(2 * LONG)
-        assert not self._errors, self._errors
-        assert all(self._texts)
-        return self._texts
+    def load(self) -> Load:
+        url = re.search(r"at (http://\S+)/v1", self.master.said)[1]
+        return Load(url, PROMPTS, seconds=2 * LONG, max_tokens=300)
 
     def end(self) -> None:
         for program in self._programs:
@@ -107,11 +78,12 @@ def test_all_wait_for_all_before_and_after(hosts):
     master.until_said("all replicas wait for a node; restarting", seconds=LONG)
     a, b = hosts.start("a"), hosts.start("b")
     master.until_said("ready in", seconds=LONG)
-    want = hosts.texts()
-    hosts.ask()
+    want = hosts.load().texts()
+    assert all(want)
+    requests = hosts.load()
     b.kill()
     a.until_said("joining again", seconds=LONG)
     hosts.start("b")
-    assert hosts.answers() == want
+    assert requests.texts() == want
     a.until_said("rank 2 serves the master", 2, seconds=LONG)
-    assert hosts.texts() == want
+    assert hosts.load().texts() == want

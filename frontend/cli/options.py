@@ -7,6 +7,7 @@ Every option may be written with dashes or with underscores, in both places.
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,6 +102,7 @@ def _check_file(args: argparse.Namespace, options: dict[str, Any], kind: type[T]
             raise ConfigError(f"{args.config_file}: {error}") from None
 
 
+@functools.cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)

@@ -3,7 +3,8 @@
     scenario.py    what a seed draws: the shape of the topology, the load, the faults
     clock.py       virtual time, and the trace of a run
     network.py     the channels: the shipped in-process ones, and their outboxes
-    nodes.py       the actors' shells around the shipped cores
+    node.py        an actor's shell: what all do alike
+    core_nodes.py, client_node.py, worker_node.py: around the shipped cores, by kind
     supervisor.py  the supervisor's shell around the shipped Lifecycle
     users.py       those who send requests, read slowly and abort
     wire.py        what may be said: every message is held against the protocol

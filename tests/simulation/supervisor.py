@@ -14,11 +14,15 @@ from ringcast.actors.scaling import new_units
 from ringcast.actors.stalls import Position, StallWatch
 from ringcast.mq import codec, messages, supervision
 
-from .nodes import Node, make_node
+from .client_node import ClientNode
+from .core_nodes import CoreNode
+from .node import Node
+from .worker_node import WorkerNode
 
 if TYPE_CHECKING:
     from .world import World
 
+_KINDS: dict[str, type[Node]] = {"client": ClientNode, "worker": WorkerNode}
 _CONTROL = 1e-4  # mean seconds of a control message's way
 _REAP = 2e-3  # mean seconds until a death is seen
 _decode_order: codec.Decoder[Any] = codec.Decoder(supervision.SupervisorToActor)
@@ -183,7 +187,8 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         generation = self._generations[name] = self._generations.get(name, -1) + 1
-        self.nodes[name] = make_node(self._world, name, generation)
+        kind = _KINDS.get(name.partition(".")[0], CoreNode)
+        self.nodes[name] = kind(self._world, name, generation)
         if generation or self.serving:
             self._world.restarted(self.nodes[name])
 

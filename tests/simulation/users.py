@@ -22,7 +22,7 @@ from ringcast.mq.errors import (
 )
 
 from . import reference
-from .nodes import ClientNode
+from .client_node import ClientNode
 from .scenario import Wish
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ringcast.mq import codec, messages
 
 if TYPE_CHECKING:
-    from .nodes import Node
+    from .node import Node
     from .world import World
 
 

@@ -29,13 +29,16 @@ from ringcast.actors import topology
 from ringcast.actors.lifecycle import State
 from ringcast.actors.text.text_tokenizer import TextTokenizer, load_tokenizer
 
+from .client_node import ClientNode
 from .clock import Clock, Trace
+from .core_nodes import CoreNode
 from .network import Network
-from .nodes import ClientNode, CoreNode, Node, WorkerNode
+from .node import Node
 from .scenario import Fault, Scale, draw
 from .supervisor import Supervisor
 from .users import User
 from .wire import Wire
+from .worker_node import WorkerNode
 
 MOST_SECONDS = 300.0  # of virtual time until all is at rest
 MOST_EVENTS = 200_000

@@ -12,6 +12,7 @@ import random
 
 import pytest
 
+NUM_STEPS = 250
 TIGHT = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 12, "max_num_seqs": 4}
 OPTIONS = {
     "tight": TIGHT,
@@ -69,7 +70,7 @@ def test_who_comes_first_is_served_first(make_engine, policy, depth, options):
     """Also where all have the same priority."""
     engine = make_engine(scheduling_policy=policy, max_steps_in_flight=depth, **OPTIONS[options])
     load = Load(engine, random.Random(options))
-    for _ in range(400):
+    for _ in range(NUM_STEPS):
         if load.rng.random() < 0.3:
             load.add(priority=7 * (policy == "priority"))
         load.step()
@@ -88,7 +89,7 @@ def test_the_highest_priority_sees_only_itself(make_engine, depth, options):
     )
     load = Load(engine, random.Random(options), late=depth - 1)
     urgent = set()
-    for _ in range(400):
+    for _ in range(NUM_STEPS):
         if load.rng.random() < 0.1:
             others = {name: left for name, left in load.left.items() if name not in urgent}
             load.left = {name: left for name, left in load.left.items() if name in urgent}
@@ -101,7 +102,7 @@ def test_the_highest_priority_sees_only_itself(make_engine, depth, options):
     while load.left:
         load.step(judged=urgent.__contains__)
     engine.assert_idle()
-    assert len(urgent) > 20
+    assert len(urgent) > 10
     assert engine.core.statistics()["preemptions"] > 0
 
 

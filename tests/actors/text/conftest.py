@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from actors.text.streams import Streams
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -161,3 +162,8 @@ def spec(byte_level: TextTokenizer) -> ModelSpec:
         eos_token_ids=[byte_level.backend.token_to_id("</s>")],
         hf_config={},
     )
+
+
+@pytest.fixture
+def streams(spec: ModelSpec, byte_level: TextTokenizer) -> Streams:
+    return Streams(spec, byte_level)

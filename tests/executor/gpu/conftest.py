@@ -17,10 +17,18 @@ from kernels.gpu.devices import DEVICE
 from safetensors.torch import save_file
 
 from ringcast.executor.cpu_runner import CpuModelRunner
-from ringcast.executor.gpu import attention, decoder, experts, sampler
+from ringcast.executor.gpu import attention, decoder, experts, linears, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
-from ringcast.kernels.gpu import expert_routing, few_linear, few_linear_table, stage_pipe, step
+from ringcast.kernels.gpu import (
+    expert_routing,
+    few_linear,
+    few_linear_table,
+    fp8_linear,
+    int4_linear,
+    stage_pipe,
+    step,
+)
 from ringcast.mq import codec, messages
 from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.sampling_params import SamplingParams
@@ -363,3 +371,18 @@ def pair(specs: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> Callab
         return TwoRunners(mine, reference, 16, len(mine._decoder.groups))
 
     return make
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most kernels' references, where there is no device."""
+    if DEVICE.type != "cuda":
+        take_references(monkeypatch)
+
+
+@pytest.fixture
+def all_references(references: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references of those of quantised layers too."""
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(linears, "int4_linear", int4_linear.int4_linear_reference)
+        monkeypatch.setattr(linears, "quantize_rows", fp8_linear.quantize_rows_reference)

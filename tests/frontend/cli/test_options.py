@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +23,17 @@ from ringcast.mq.server_config import ServerConfig
 KINDS = (EngineConfig, ServerConfig)
 
 
-def parse(*words: str) -> tuple[EngineConfig, ServerConfig]:
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+@functools.cache
+def make_parser() -> argparse.ArgumentParser:
+    # With a usage of its own: to make that of all options takes most of the time of a parse.
+    parser = argparse.ArgumentParser(usage="", exit_on_error=False, allow_abbrev=False)
     for kind in KINDS:
         add_options(parser, kind)
-    args = parser.parse_intermixed_args(words)
+    return parser
+
+
+def parse(*words: str) -> tuple[EngineConfig, ServerConfig]:
+    args = make_parser().parse_intermixed_args(words)
     return read_options(args, EngineConfig), read_options(args, ServerConfig)
 
 
