@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
+from ...kernels.gpu.decode_attention import (
+    DecodeConfig,
+    choose_decode_config,
+    decode_attention,
+    decode_scratch,
+)
 from ...kernels.gpu.fused_decode_attention import fused_decode_attention
 from ...kernels.gpu.prefill_attention import prefill_attention
 from ...kernels.gpu.rope import rope_and_cache
@@ -22,6 +27,19 @@ from .weight_reader import Layer
 
 if TYPE_CHECKING:
     from .work import Work
+
+
+def decode_configs(
+    c: LlamaConfig, cache_dtype: torch.dtype, size: int, bound: int
+) -> tuple[DecodeConfig, ...]:
+    """Of decode attention, for each window of the model's layers. size: of the batch. bound: of the
+    longest context.
+    """
+    row_bytes = c.head_size * cache_dtype.itemsize
+    return tuple(
+        choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
+        for window in sorted(set(c.windows))
+    )
 
 
 class Attention:

@@ -19,7 +19,6 @@ each step is over when it is launched; the kernels run under Triton's interprete
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 from ...kernels.gpu.blocks import copy_blocks
-from ...kernels.gpu.decode_attention import DecodeConfig, choose_decode_config
+from ...kernels.gpu.decode_attention import DecodeConfig
 from ...mq import codec
 from ...mq.config import EngineConfig, ModelSpec
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
@@ -39,18 +38,21 @@ from ..runner import Done, PendingStep, Progress
 from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
 from . import joining, memory
+from .attention import decode_configs
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder
 from .description import describe
+from .device_experts import Carrier, GroupCarrier
 from .devices import check_split, find_device
+from .expert_watch import ExpertWatch
 from .graphs import (
     DecodeGraphs,
     at_least,
     batch_sizes,
-    capture_graph,
     context_bounds,
     distinct_bounds,
+    measure_graphs,
 )
 from .lockstep import Lockstep
 from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
@@ -69,7 +71,9 @@ log = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py."""
+    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py.
+    carrier: of experts' weights, if not torch's group.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class GpuModelRunner:
         join: Callable[[Shape], Any] | None = None,
         engine: int = 0,
         join_stages: Callable[[Shape], Place] | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self._config, self._spec, self._worker, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
@@ -95,6 +100,7 @@ class GpuModelRunner:
         self._join_stages = join_stages or partial(
             joining.join_stages, config, rank, group_fd, device=self._device
         )
+        self._carrier = carrier or GroupCarrier()
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
@@ -120,9 +126,9 @@ class GpuModelRunner:
     def _load(
         self, progress: Progress, server: CompileServer | None, watch: Stopwatch
     ) -> WorkerReady:
-        meter = memory.Meter(self._device)
-        if self._measures:
-            meter.check_share(self._config.gpu_memory_utilization)
+        meter, c = memory.Meter(self._device), self._config
+        if c.num_gpu_blocks_override is None and c.kv_cache_memory_bytes is None:
+            meter.check_share(c.gpu_memory_utilization)
         with memory.room_for("weights"):
             self._load_weights(progress)
         weights = meter.settle()
@@ -157,18 +163,7 @@ class GpuModelRunner:
 
     def _attention_of(self, size: int, bound: int) -> tuple[DecodeConfig, ...]:
         """How decode attention is launched, for each window of the model's layers."""
-        c = self._decoder.config
-        row_bytes = c.head_size * self._decoder.cache.element_size()
-        return tuple(
-            choose_decode_config(size, c.kv_heads, bound, window, row_bytes)
-            for window in sorted(set(c.windows))
-        )
-
-    @property
-    def _measures(self) -> bool:
-        c = self._config
-        given = c.num_gpu_blocks_override is not None or c.kv_cache_memory_bytes is not None
-        return self._on_gpu and not given
+        return decode_configs(self._decoder.config, self._decoder.cache_dtype, size, bound)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -200,6 +195,7 @@ class GpuModelRunner:
             config.enable_expert_parallel,
             dealt,
             self._position,
+            config.eplb_config.num_redundant_experts,
         )
 
     def _make_buffers(self) -> None:
@@ -234,6 +230,8 @@ class GpuModelRunner:
             self._sampler = make_sampler(self._make_sampler, self._group)
         self._work = Work(1, 1, 1)
         self._prompt_logprobs = PromptLogprobsReader(batch, self._prompt_logits, spec.vocab_size)
+        speaks = self._stage.is_last and not (self._rank or (config.lockstep and self._engine))
+        self._experts = ExpertWatch(config, self._decoder.mixtures, speaks, self._carrier)
 
     def _join_group(self, shape: Shape) -> PeerGroup:
         place = self._rank, self._engine, self._group_fd
@@ -255,20 +253,15 @@ class GpuModelRunner:
         return None if self._rank else logits
 
     def _measure_graphs(self, meter: memory.Meter) -> int:
-        """Bytes that all graphs will take: the first costs more than each of the others."""
+        """Bytes that all graphs will take."""
         if not self._uses_graphs or self._stream is None:
             return 0
         graphs, mixed = self._plan_graphs()
-        kinds, before = list(graphs.kinds()), meter.used()
-        first, last, stream = kinds[0], kinds[-1], self._stream
-        measured = [lambda: self._run_decode(*first), lambda: self._run_decode(*last)]
-        measured += [lambda kind=kind: self._run_mixed(kind) for kind in mixed.kinds()[:1]]
-        pool, made, used = torch.cuda.graph_pool_handle(), [], []
-        for launch in measured:
-            made.append(capture_graph(launch, stream, pool))
-            used.append(meter.used() - before)
-        each = [used[0], *(max(b - a, used[0] // 8) for a, b in itertools.pairwise(used))]
-        return each[0] + each[1] * (len(kinds) - 1) + sum(each[2:]) * len(mixed.kinds())
+        kinds, mixes = list(graphs.kinds()), mixed.kinds()
+        like = [(lambda: self._run_decode(*kinds[0]), 1)]
+        like.append((lambda: self._run_decode(*kinds[-1]), len(kinds) - 1))
+        like += [(lambda kind=kind: self._run_mixed(kind), len(mixes)) for kind in mixes[:1]]
+        return measure_graphs(like, self._stream, meter.used)
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
@@ -320,6 +313,9 @@ class GpuModelRunner:
     def details(self) -> dict[str, str | int | float]:
         return self._details
 
+    def notices(self) -> list[str]:
+        return self._experts.notices()
+
     def leave(self) -> None:
         with self._on_stream():
             (self._rows or self._group).leave()
@@ -347,7 +343,7 @@ class GpuModelRunner:
         any_work = False
         if self._lockstep is not None:
             step, any_work = self._lockstep.meet(plan.wave, step)
-        if step is None and not (plan.copy_to or batch.is_changed):
+        if step is None and not (plan.copy_to or batch.is_changed or self._experts.has_news):
             seconds = time.perf_counter() - start
             return Done(StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work))
         if step is not None:
@@ -366,6 +362,8 @@ class GpuModelRunner:
         batch = self._batch
         answers = self._stage.is_last
         pending.begin()
+        if step is not None:
+            batch.turn = self._experts.before_step()
         batch.fill(slot, step)
         mixed = self._find_mixed(step)
         tiles = self._plan_tiles(slot, step, mixed)
@@ -389,6 +387,7 @@ class GpuModelRunner:
                     pending.prompts = self._prompt_logprobs.launch(step)
                 count = len(step.sampled)
                 slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
+        pending.experts = self._experts.after_step(step is not None)
         pending.end()
 
     def _find_mixed(self, step: Step | None) -> Mixed | None:

@@ -1,6 +1,6 @@
 """A replica of a model with experts, which it shares with others, without the other actors.
 
-    python -P one_replica.py ENGINE FILE STORE ORDER     FILE, STORE: descriptors of empty files
+    python -P one_replica.py ENGINE FILE STORE CARRIER ORDER     descriptors of empty files
 
 ORDER is JSON: the model's spec, engine options, and what each replica has to do. Prints a line of
 JSON: the tokens, and the runner's details.
@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from executor.gpu.carriers import join_carrier, leave_carrier, move_always
 from executor.gpu.conftest import NUM_BLOCKS, TwoRunners, load, random_tokens, take_few_programs
-from executor.gpu.one_rank import Answer, make_store, share_one_device
+from executor.gpu.one_rank import Answer, make_store, moved_by, share_one_device
 from triton import knobs
 
 from ringcast.executor.gpu.parallel import Shape
@@ -44,7 +45,8 @@ class Order(msgspec.Struct, frozen=True):
 
     def alone(self, kind: type[Any], engine: int, **options: Any) -> list[list[int]]:
         """Of a runner that has all experts."""
-        rest = {k: v for k, v in self.options.items() if k not in ("device", "enforce_eager")}
+        others = ("device", "enforce_eager", "enable_eplb", "eplb_config")
+        rest = {k: v for k, v in self.options.items() if k not in others}
         made = load(self.spec, kind, 0, **rest | options)
         return generate(made, self, engine)
 
@@ -107,7 +109,7 @@ def join_on_one_device(engine: int, size: int, store_fd: int, shape: Shape) -> P
 
 def run_replicas(order: Order, timeout: float) -> list[Answer]:
     """Each a process. Raises AssertionError with what those that fail have said."""
-    files = [os.memfd_create(name) for name in ("replicas", "store")]
+    files = [os.memfd_create(name) for name in ("replicas", "store", "carrier")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = msgspec.json.encode(order).decode()
     processes = []
@@ -133,8 +135,8 @@ def run_replicas(order: Order, timeout: float) -> list[Answer]:
 
 
 def main() -> None:
-    engine, memory_fd, store_fd = map(int, sys.argv[1:4])
-    order = msgspec.json.decode(sys.argv[4], type=Order)
+    engine, memory_fd, store_fd, carrier_fd = map(int, sys.argv[1:5])
+    order = msgspec.json.decode(sys.argv[5], type=Order)
     size = len(order.prompts)
     device, join = None, None
     if order.options["device"] == "cpu":
@@ -146,13 +148,19 @@ def main() -> None:
         def join(shape: Shape) -> PeerRows:
             return join_on_one_device(engine, size, store_fd, shape)
 
-    place = (0, device, memory_fd, join, engine)
+    carrier = None
+    if order.options.get("enable_eplb"):
+        move_always()
+        if device is not None:
+            carrier = join_carrier(engine, size, carrier_fd, device)
+    place = (0, device, memory_fd, join, engine, None, carrier)
     runner = load(order.spec, GpuModelRunner, *place, **order.options, **DP)
     compiled: list[str] = []
     knobs.runtime.jit_cache_hook = lambda fn, **_: compiled.append(fn.name)
     tokens = generate(runner, order, engine)
-    answer = Answer(tokens, runner.details(), compiled)
+    answer = Answer(tokens, runner.details(), compiled, moved_by(runner))
     runner.leave()
+    leave_carrier()
     print(msgspec.json.encode(answer).decode(), flush=True)
 
 

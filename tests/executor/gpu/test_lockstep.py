@@ -13,7 +13,7 @@ import pytest
 import torch
 from executor.gpu.conftest import TwoRunners, load, random_tokens
 from executor.gpu.one_replica import DP, MODEL, make_order, run_replicas
-from executor.gpu.test_parallel import Meeting
+from executor.gpu.test_parallel import Meeting, ThreadCarrier
 
 from executor.gpu import conftest
 from ringcast.executor.cpu_runner import CpuModelRunner
@@ -96,18 +96,21 @@ class Replicas:
         conftest.take_routing_references(monkeypatch)
         monkeypatch.setattr(runner, "copy_blocks", copy_blocks_reference)
         self.rows, meeting, memory_fd = [None, None], Meeting(2), os.memfd_create("replicas")
+        carriers = Meeting(2)
+        self.carriers = [ThreadCarrier(engine, carriers) for engine in range(2)]
 
         def make(engine):
             def join(shape):
                 self.rows[engine] = ThreadRows(engine, meeting, shape)
                 return self.rows[engine]
 
-            place = (0, torch.device("cpu"), memory_fd, join, engine)
+            place = 0, torch.device("cpu"), memory_fd, join, engine, None, self.carriers[engine]
             return load(spec, GpuModelRunner, *place, **options, **DP)
 
         self.runners = self.on_all(make)
         os.close(memory_fd)
         groups = len(self.runners[0]._decoder.groups)
+        options = {k: v for k, v in options.items() if "eplb" not in k}
         self.hands = [
             TwoRunners(mine, load(spec, CpuModelRunner, **options), 16, groups)
             for mine in self.runners
@@ -137,7 +140,7 @@ class Replicas:
         """A step of both. Returns the rows that each layer's exchange had."""
         for rows in self.rows:
             rows.seen.clear()
-        self.on_all(lambda engine: self.hands[engine].run(lengths[engine]))
+        self.outputs = self.on_all(lambda engine: self.hands[engine].run(lengths[engine]))
         seen = {(*rows.seen,) for rows in self.rows}
         assert len(seen) == 1, seen
         return seen.pop()
