@@ -21,6 +21,7 @@ from . import kv_memory
 from .cpu_decoder import CpuDecoder
 from .expert_balancer import ExpertBalancer
 from .expert_reports import ExpertReports
+from .host_experts import HostExperts
 from .input_batch import InputBatch, Step
 from .layers import widens
 from .lockstep import Replicas
@@ -106,8 +107,12 @@ class CpuModelRunner:
         )
         block_bytes = self._model.geometry.block_bytes
         groups = tuple(group.spec for group in self._model.groups)
+        dealt = self._deal_experts()
+        available = kv_memory.available_bytes() // workers
+        if dealt is not None:
+            available = max(0, available - dealt.num_bytes)
         num_blocks = kv_memory.num_blocks(
-            config, groups, spec.max_model_len, block_bytes, kv_memory.available_bytes() // workers
+            config, groups, spec.max_model_len, block_bytes, available
         )
         self._attention = self._model.bind(self._batch, spec.max_model_len, num_blocks)
         self._tokens = Tokens(self._batch, place.tokens, place.stage.is_last)
@@ -122,7 +127,7 @@ class CpuModelRunner:
             )
         self._prompt_logprobs = PromptLogprobsReader(self._batch, self._model.logits)
         self._warm_up()
-        self._watch_experts()
+        self._watch_experts(dealt)
         self._details = {
             "device": "cpu",
             "dtype": str(dtype).removeprefix("torch."),
@@ -169,12 +174,12 @@ class CpuModelRunner:
             any_work, tokens = self._replicas.meet(plan.wave, num_tokens)
             any_tokens = bool(tokens.any())
         if self._balancer is not None and any_tokens:
-            self._balancer.before_step()
+            self._model.experts.turn[0] = self._balancer.before_step()
         if not plan.rows:
             if self._replicas is not None:
                 self._model.idle()
             seconds = time.perf_counter() - start
-            experts = self._report(any_tokens, at_once=True)
+            experts = self._report(any_tokens)
             return StepOutput(
                 plan.step, b"", b"", None, seconds, any_work=any_work, experts=experts
             )
@@ -199,30 +204,35 @@ class CpuModelRunner:
     def notices(self) -> list[str]:
         return self._reports.notices() if self._reports is not None else []
 
-    def _watch_experts(self) -> None:
+    def _deal_experts(self) -> HostExperts | None:
+        """None where none change ranks."""
+        if not self._config.enable_eplb:
+            return None
+        group = self._place.group if self._replicas is None else self._replicas.all
+        assert isinstance(group, HostGroup)
+        return HostExperts(group, [*self._model.mixtures().values()])
+
+    def _watch_experts(self, dealt: HostExperts | None) -> None:
         """From here on, as warming up was no load. Of replicas that step together all ranks count
         all tokens, so the first of them speaks for all.
         """
-        config, group = self._config, self._place.group
-        mixtures = self._model.mixtures()
-        if not mixtures:
-            return
+        config, mixtures = self._config.eplb_config, self._model.mixtures()
         for mixture in mixtures.values():
-            mixture.routes.loads_E[:] = 0
-        if config.enable_eplb:
-            group = group if self._replicas is None else self._replicas.all
-            assert isinstance(group, HostGroup)
-            turn = self._model.experts.turn
-            self._balancer = ExpertBalancer(config.eplb_config, group, [*mixtures.values()], turn)
-        if self._samples and (self._replicas is None or not self._engine):
-            self._reports = ExpertReports(mixtures, self._balancer, config.eplb_config)
+            mixture.loads_E[:] = 0
+        if dealt is not None:
+            self._balancer = ExpertBalancer(config, dealt)
+        if mixtures and self._samples and (self._replicas is None or not self._engine):
+            routes = {layer: mixture.routes for layer, mixture in mixtures.items()}
+            self._reports = ExpertReports(routes, self._balancer, config)
 
-    def _report(self, any_tokens: bool, at_once: bool = False) -> ExpertLoads | None:
+    def _report(self, any_tokens: bool) -> ExpertLoads | None:
         if self._reports is None:
             return None
-        if any_tokens:
-            self._reports.count_step()
-        return self._reports.read(time.perf_counter(), at_once)
+        asked = self._reports.ask(time.perf_counter(), any_tokens)
+        if asked is None:
+            return None
+        loads = [mixture.loads_E for mixture in self._model.mixtures().values()]
+        return self._reports.tell(asked, np.stack(loads))
 
     def _sample(
         self, logits: torch.Tensor | None, step: Step

@@ -1,5 +1,5 @@
-"""Where a rank's operations send the tokens of one layer's experts: the tables that dispatch_kernel
-(kernels/cpu/experts.py) reads, and the counts that it keeps.
+"""Where a rank sends the tokens of one layer's experts: the tables that kernels read
+(dispatch_kernel of kernels/cpu/experts.py, route of kernels/gpu/expert_routing.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 class Routes:
     """placement: the expert of each slot of each rank (expert_placement.py). counts: replicas of
     each expert. places: the slot of each replica on this rank, in the order of ranks; -1 for those
-    of others. loads: how many tokens each expert has had, of all ranks'.
+    of others.
 
     The tables stay where they are: operations are bound to them.
     """
@@ -19,7 +19,6 @@ class Routes:
         self._rank = rank
         self.counts_E = np.zeros(num_experts, np.int32)
         self.places_ER = np.zeros((num_experts, len(placement_RS)), np.int32)
-        self.loads_E = np.zeros(num_experts, np.int64)
         self.take(placement_RS)
 
     def take(self, placement_RS: np.ndarray) -> None:

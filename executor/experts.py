@@ -146,13 +146,15 @@ def _with_rows(rows: np.ndarray, operation: Operation) -> Operation:
 
 
 class Mixture:
-    """The experts of one layer, and their router."""
+    """The experts of one layer, and their router. loads: how many tokens each has had, of all
+    ranks', int64 [E].
+    """
 
     def __init__(
         self, c: LlamaConfig, layout: Layout, source: WeightSource, layer: str, routes: Routes
     ) -> None:
         assert c.experts is not None
-        self.routes = routes
+        self.routes, self.loads_E = routes, np.zeros(c.experts.num, np.int64)
         layout.check_experts()
         self._c, self._layout, self._experts = c, layout, c.experts
         name = f"{layer}{c.experts.block}gate.weight"
@@ -225,7 +227,7 @@ class Mixture:
                 counts=routes.counts_E,
                 places=routes.places_ER,
                 seen=b.seen,
-                load=routes.loads_E,
+                load=self.loads_E,
                 chosen=e.chosen,
                 num=e.num,
                 most=routes.places_ER.shape[1],

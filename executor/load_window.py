@@ -9,25 +9,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 
 class LoadWindow:
+    """steps: that have been counted."""
+
     def __init__(self, window: int, interval: int) -> None:
         self._window, self._interval = window, interval
-        self._starts: deque[np.ndarray] = deque()
+        self._starts: deque[Any] = deque()
         self.steps = 0
 
-    def step(self, totals: Callable[[], np.ndarray]) -> np.ndarray | None:
-        """To be called before each step; totals: a copy of all counts so far. The window's loads
-        when they are due: of all steps where there were fewer.
+    def step(self, note: Callable[[], Any]) -> tuple[Any, Any] | None:
+        """To be called before each step. note: of all counts so far, whatever it gives. When a
+        window is over: what was noted where it began, None if that was before the first step; and
+        now.
         """
         now, self.steps = self.steps, self.steps + 1
-        if (now + self._window) % self._interval == 0:
-            self._starts.append(totals())
-        if not now or now % self._interval:
+        begins = (now + self._window) % self._interval == 0
+        ends = now > 0 and now % self._interval == 0
+        noted = note() if begins or ends else None
+        if begins:
+            self._starts.append(noted)
+        if not ends:
             return None
-        if now < self._window:
-            return totals()
-        return totals() - self._starts.popleft()
+        return (None if now < self._window else self._starts.popleft()), noted

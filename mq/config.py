@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(
             description="balance the load of experts (EPLB): place them anew now and then, by how "
-            "many tokens each has had. With enable_expert_parallel, device cpu alone"
+            "many tokens each has had. With enable_expert_parallel, devices cpu and cuda"
         ),
     ] = False
     eplb_config: Annotated[

@@ -30,14 +30,14 @@ DEVICE_DEFAULTS: dict[str, dict[str, int]] = {
     "fake": _SMALL,
 }
 
-# Options that mean something on one device only.
-ONLY_ON = {
-    "num_threads": "cpu",
-    "memory_utilization": "cpu",
-    "gpu_memory_utilization": "cuda",
-    "enforce_eager": "cuda",
-    "kv_cache_dtype": "cuda",
-    "enable_eplb": "cpu",
+# Options that mean something on some devices only.
+ONLY_ON: dict[str, tuple[str, ...]] = {
+    "num_threads": ("cpu",),
+    "memory_utilization": ("cpu",),
+    "gpu_memory_utilization": ("cuda",),
+    "enforce_eager": ("cuda",),
+    "kv_cache_dtype": ("cuda",),
+    "enable_eplb": ("cpu", "cuda"),
 }
 
 DEV = Path("/dev")
@@ -77,10 +77,11 @@ def check_device_options(
     """
     which = f"{device!r}" + (" (auto; --device takes another)" if found else "")
     for option, only in ONLY_ON.items():
-        if device != only and values[option] != defaults[option]:
+        if device not in only and values[option] != defaults[option]:
+            have = " and ".join(map(repr, only))
+            have += " have it" if len(only) > 1 else " alone has it"
             raise ValueError(
-                f"{option} = {values[option]!r}: device {only!r} alone has it, and this engine's "
-                f"is {which}"
+                f"{option} = {values[option]!r}: device {have}, and this engine's is {which}"
             )
     size = values["block_size"]
     if device == "cuda" and (size < 16 or size & (size - 1)):

@@ -6,8 +6,9 @@ sampled last: they are appended on the device and feed the next step there.
 
 A step goes over in one copy, from a pinned slot to `inputs`, whose address never changes:
 
-    header      number of runs of changes, and where they begin (kernels/gpu/step.py); from REPLICAS
-                on, where replicas step together, how many tokens each has
+    header      number of runs of changes, and where they begin (kernels/gpu/step.py); at TURN that
+                of experts' replicas (kernels/gpu/expert_routing.py); from REPLICAS on how many
+                tokens the step has, or where replicas step together each of them
     sections    rows, starts, context, decode_context, last, sample_rows, sample_positions: each of
                 fixed place and capacity, padded with what makes a sequence inert
     plans       of decode attention, for each window of the model's layers
@@ -40,7 +41,7 @@ from ...mq.messages import NewSequence, StepPlan
 Ints = NDArray[np.int32]
 
 HEADER = 128
-REPLICAS = 64  # where in the header, up to as many
+TURN, REPLICAS = 2, 64  # where in the header
 SECTIONS = (
     "rows",
     "starts",
@@ -146,7 +147,7 @@ class Changes:
 
 class GpuBatch:
     """pad: to a number of sequences of one token that decode attention is prepared for. windows: of
-    the model's layers, each once. decode: how decode attention is launched.
+    the model's layers, each once. decode: how decode attention is launched. turn: of the next step.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class GpuBatch:
         self.num_computed = np.zeros(self.capacity, np.int32)
         self._num_blocks = np.zeros(self.capacity, np.int32)  # of all groups together
         self._changes = Changes()
+        self.turn = 0
         self._width = _aligned(self.capacity + 1)
         self.decode = decode
         self._plan_width = _aligned(plan_size(self.capacity, decode))
@@ -329,8 +331,9 @@ class GpuBatch:
         slot.numbers[: self._fixed] = self._inert_decode if decode else self._inert
         if step is None:
             return
-        if step.num_tokens is not None:
-            slot.numbers[REPLICAS : REPLICAS + len(step.num_tokens)] = step.num_tokens
+        slot.numbers[TURN] = self.turn
+        counts = step.ends[-1:] if step.num_tokens is None else step.num_tokens
+        slot.numbers[REPLICAS : REPLICAS + len(counts)] = counts
         sequences = len(step.rows)
         singles = np.count_nonzero(step.lengths == 1) if step.decodes else 0
 
@@ -434,6 +437,10 @@ class GpuBatch:
     def num_tokens(self, replicas: int) -> torch.Tensor:
         """Of each replica in the step, on the device."""
         return self.inputs[REPLICAS : REPLICAS + replicas]
+
+    @property
+    def turn_1(self) -> torch.Tensor:
+        return self.inputs[TURN : TURN + 1]
 
     def view(self, place: int, *shape: int) -> torch.Tensor:
         """Of what a slot put into the tail, on the device."""

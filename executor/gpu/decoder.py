@@ -40,7 +40,7 @@ from ..weights import WeightSource
 from .attention import Attention
 from .batch import GpuBatch
 from .batch_linears import BatchLinears
-from .experts import ExpertRunner, ExpertWeights
+from .experts import ExpertRunner, ExpertWeights, Mixtures
 from .linears import AnyLinear, Linear, OneTokenLinear
 from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
 from .replicas import RowGroup
@@ -75,9 +75,10 @@ class GpuDecoder:
         by_expert: bool = False,
         dealt: tuple[int, int] | None = None,
         position: Position = WHOLE,
+        redundant: int = 0,
     ) -> None:
-        """by_expert, dealt: as Sharding has them."""
-        sharding = Sharding(config, rank, size, by_expert, dealt)
+        """by_expert, dealt, redundant: as Sharding has them."""
+        sharding = Sharding(config, rank, size, by_expert, dealt, redundant)
         c, source = sharding.local, sharding.weights(source)
         self.config = self._config = c
         self._first_token = sharding.parts["vocab_size"].start
@@ -101,6 +102,12 @@ class GpuDecoder:
             self._layers.append(read.layer(i, *places[i]))
         source.finish(lambda name: may_be_left(name, numbers, c.num_layers, c.tied))
         progress(len(numbers), len(numbers))
+        sparse = {
+            i: layer.mlp
+            for i, layer in zip(numbers, self._layers, strict=True)
+            if isinstance(layer.mlp, ExpertWeights)
+        }
+        self.mixtures = Mixtures(sparse, sharding, device) if sparse else None
         self.num_bytes, self._workspace = read.num_bytes, read.workspace
         self._takes_one_token = all(
             isinstance(linear, OneTokenLinear) for layer in self._layers for linear in layer.linears
@@ -177,16 +184,10 @@ class GpuDecoder:
         self._workspace.make(tokens, self._dtype, self._device)
         most_outputs = max(self._qkv_size, 2 * c.dense_size, c.vocab_size)
         self._batch_linears = BatchLinears(most_outputs, self._device)
-        if c.experts is not None:
-            self._experts = ExpertRunner(
-                c.experts,
-                c.activation,
-                c.hidden_size,
-                tokens,
-                self._dtype,
-                self._device,
-                1 if replicas is None else replicas.size,
-            )
+        if self.mixtures is not None:
+            counts_N = batch.num_tokens(1) if replicas is None else replicas.num_tokens_N
+            parts = self.mixtures, batch.turn_1, counts_N
+            self._experts = ExpertRunner(c, tokens, self._dtype, self._device, *parts)
         self._attention = Attention(c, batch, max_model_len, self._dtype, self._device)
 
     def _make_logits(self, capacity: int) -> torch.Tensor:
@@ -201,7 +202,7 @@ class GpuDecoder:
 
     def distinct_steps(self, most: int) -> list[int]:
         """Numbers of tokens up to `most` that make a difference to a mixture of experts."""
-        return [] if self._config.experts is None else self._experts.steps(most)
+        return [] if self.mixtures is None else self._experts.steps(most)
 
     def set_cache(self, num_blocks: int) -> torch.Tensor:
         """Make the cache: [layers of a group, 2, blocks, kv heads, block size, D]."""
@@ -346,7 +347,7 @@ class GpuDecoder:
             self._experts.run(mlp, x_TH, self._place(FEED_FORWARD, tokens), pdl=pdl)
             return
         all_TH, part_TH = replicas.gather_rows(x_TH, pdl), replicas.place_all(tokens)
-        self._experts.run(mlp, all_TH, part_TH, num_tokens_N=replicas.num_tokens_N, pdl=pdl)
+        self._experts.run(mlp, all_TH, part_TH, pdl=pdl)
         self._summing, self._part_TH = replicas, replicas.own_rows(part_TH)
 
     def _place(self, which: int, tokens: int) -> torch.Tensor:

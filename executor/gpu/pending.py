@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ...mq import codec
-from ...mq.messages import PromptLogprobs, StepOutput, TokenLogprobs
+from ...mq.messages import ExpertLoads, PromptLogprobs, StepOutput, TokenLogprobs
 from .batch import Ints, Slot, Step
+from .expert_watch import Report
 from .prompt_logprobs import PendingTable
 from .sampler_logprobs import PendingLogprobs
 
@@ -40,6 +41,8 @@ class GpuPending:
         self._seconds = 0.0
         self.logprobs: PendingLogprobs | None = None
         self.prompts: list[PendingTable] = []
+        self.experts: Report | None = None
+        self._loads: ExpertLoads | None = None
         self._tables: tuple[TokenLogprobs | None, list[PromptLogprobs]] = (None, [])
 
     def begin(self) -> None:
@@ -77,6 +80,7 @@ class GpuPending:
             self.logprobs.read() if self.logprobs is not None else None,
             [table.read() for table in self.prompts],
         )
+        self._loads = None if self.experts is None else self.experts()
         self._tokens = np.array(slot.outputs[:count].numpy())
         if self._step is not None:
             self._tell(self._step.sampled, self._tokens)
@@ -88,5 +92,12 @@ class GpuPending:
         logprobs, prompts = self._tables
         tokens = codec.pack(self._tokens)
         return StepOutput(
-            self._number, rows, tokens, logprobs, self._seconds, prompts, any_work=self._any_work
+            self._number,
+            rows,
+            tokens,
+            logprobs,
+            self._seconds,
+            prompts,
+            any_work=self._any_work,
+            experts=self._loads,
         )

@@ -19,7 +19,6 @@ each step is over when it is launched; the kernels run under Triton's interprete
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -43,14 +42,16 @@ from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder
 from .description import describe
+from .device_experts import Carrier, GroupCarrier
 from .devices import check_split, find_device
+from .expert_watch import ExpertWatch
 from .graphs import (
     DecodeGraphs,
     at_least,
     batch_sizes,
-    capture_graph,
     context_bounds,
     distinct_bounds,
+    measure_graphs,
 )
 from .lockstep import Lockstep
 from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
@@ -70,7 +71,8 @@ log = logging.getLogger(__name__)
 
 class GpuModelRunner:
     """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py, or
-    replica_joining.py. others: as make_runner has them.
+    replica_joining.py. others: as make_runner has them. carrier: of experts' weights, if not
+    torch's group.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class GpuModelRunner:
         engine: int = 0,
         join_stages: Callable[[Shape], Place] | None = None,
         others: OtherHosts | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self._config, self._spec, self._worker, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
@@ -99,6 +102,7 @@ class GpuModelRunner:
         self._join_stages = join_stages or partial(
             joining.join_stages, config, rank, group_fd, device=self._device
         )
+        self._carrier = carrier or GroupCarrier()
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
@@ -124,9 +128,9 @@ class GpuModelRunner:
     def _load(
         self, progress: Progress, server: CompileServer | None, watch: Stopwatch
     ) -> WorkerReady:
-        meter = memory.Meter(self._device)
-        if self._measures:
-            meter.check_share(self._config.gpu_memory_utilization)
+        meter, c = memory.Meter(self._device), self._config
+        if c.num_gpu_blocks_override is None and c.kv_cache_memory_bytes is None:
+            meter.check_share(c.gpu_memory_utilization)
         with memory.room_for("weights"):
             self._load_weights(progress)
         weights = meter.settle()
@@ -163,12 +167,6 @@ class GpuModelRunner:
         return launches_of(size, bound, self._decoder.config, self._decoder.cache_dtype)
 
     @property
-    def _measures(self) -> bool:
-        c = self._config
-        given = c.num_gpu_blocks_override is not None or c.kv_cache_memory_bytes is not None
-        return self._on_gpu and not given
-
-    @property
     def _uses_graphs(self) -> bool:
         return self._on_gpu and not self._config.enforce_eager
 
@@ -198,6 +196,7 @@ class GpuModelRunner:
             config.enable_expert_parallel,
             dealt,
             self._position,
+            config.eplb_config.num_redundant_experts,
         )
 
     def _make_buffers(self) -> None:
@@ -235,6 +234,8 @@ class GpuModelRunner:
             self._sampler = make_sampler(self._make_sampler, self._group)
         self._work = Work(1, 1, 1)
         self._prompt_logprobs = PromptLogprobsReader(batch, self._prompt_logits, spec.vocab_size)
+        speaks = self._stage.is_last and not (self._rank or (config.lockstep and self._engine))
+        self._experts = ExpertWatch(config, self._decoder.mixtures, speaks, self._carrier)
 
     def _join_group(self, shape: Shape) -> PeerGroup | replica_joining.Joined:
         if self._lockstep is not None:
@@ -257,20 +258,15 @@ class GpuModelRunner:
         return None if self._rank else logits
 
     def _measure_graphs(self, meter: memory.Meter) -> int:
-        """Bytes that all graphs will take: the first costs more than each of the others."""
+        """Bytes that all graphs will take."""
         if not self._uses_graphs or self._stream is None:
             return 0
         graphs, mixed = self._plan_graphs()
-        kinds, before = list(graphs.kinds()), meter.used()
-        first, last, stream = kinds[0], kinds[-1], self._stream
-        measured = [lambda: self._run_decode(*first), lambda: self._run_decode(*last)]
-        measured += [lambda kind=kind: self._run_mixed(kind) for kind in mixed.kinds()[:1]]
-        pool, made, used = torch.cuda.graph_pool_handle(), [], []
-        for launch in measured:
-            made.append(capture_graph(launch, stream, pool))
-            used.append(meter.used() - before)
-        each = [used[0], *(max(b - a, used[0] // 8) for a, b in itertools.pairwise(used))]
-        return each[0] + each[1] * (len(kinds) - 1) + sum(each[2:]) * len(mixed.kinds())
+        kinds, mixes = list(graphs.kinds()), mixed.kinds()
+        like = [(lambda: self._run_decode(*kinds[0]), 1)]
+        like.append((lambda: self._run_decode(*kinds[-1]), len(kinds) - 1))
+        like += [(lambda kind=kind: self._run_mixed(kind), len(mixes)) for kind in mixes[:1]]
+        return measure_graphs(like, self._stream, meter.used)
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
@@ -322,6 +318,9 @@ class GpuModelRunner:
     def details(self) -> dict[str, str | int | float]:
         return self._details
 
+    def notices(self) -> list[str]:
+        return self._experts.notices()
+
     def leave(self) -> None:
         with torch.cuda.stream(self._stream):
             (self._rows or self._group).leave()
@@ -349,7 +348,7 @@ class GpuModelRunner:
         any_work = False
         if self._lockstep is not None:
             step, any_work = self._lockstep.meet(plan.wave, step)
-        if step is None and not (plan.copy_to or batch.is_changed):
+        if step is None and not (plan.copy_to or batch.is_changed or self._experts.has_news):
             seconds = time.perf_counter() - start
             return Done(StepOutput(plan.step, b"", b"", None, seconds, any_work=any_work))
         if step is not None:
@@ -368,6 +367,8 @@ class GpuModelRunner:
         batch = self._batch
         answers = self._stage.is_last
         pending.begin()
+        if step is not None:
+            batch.turn = self._experts.before_step()
         batch.fill(slot, step)
         mixed = self._find_mixed(step)
         tiles = self._plan_tiles(slot, step, mixed)
@@ -391,6 +392,7 @@ class GpuModelRunner:
                     pending.prompts = self._prompt_logprobs.launch(step)
                 count = len(step.sampled)
                 slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
+        pending.experts = self._experts.after_step(step is not None)
         pending.end()
 
     def _find_mixed(self, step: Step | None) -> Mixed | None:

@@ -83,7 +83,7 @@ class WeightReader:
         self._c, self._source, self._dtype, self._device = c, source, dtype, device
         self._scheme, self._scales_cache = scheme, scales_cache
         self.workspace = Workspace()
-        self.num_bytes = 0
+        self.num_bytes = self._mixtures = 0
 
     def stack(self, names: dict[str, int], inputs: int | None = None) -> torch.Tensor:
         """Tensors of so many rows each, one below the other."""
@@ -274,7 +274,8 @@ class WeightReader:
             gate_up_ENH[i, :inner].copy_(gate)
             gate_up_ENH[i, inner:].copy_(up)
             down_EHI[i].copy_(down)
-        return ExpertWeights(Linear(router, None), gate_up_ENH, down_EHI)
+        self._mixtures += 1
+        return ExpertWeights(Linear(router, None), gate_up_ENH, down_EHI, self._mixtures - 1)
 
     def _cache_scale(self, attention: str, which: str) -> float:
         """1.0 where there is none, or where the cache keeps the model's type."""

@@ -121,7 +121,7 @@ def expert_gate_up(
         x_TH,
         weight_ENH,
         blocks.pairs_S,
-        blocks.experts_B,
+        blocks.places_B,
         blocks.used_1,
         out_SI,
         count,
@@ -172,8 +172,8 @@ def expert_down(
     config: ExpertConfig,
     pdl: bool = False,
 ) -> None:
-    """As expert_gate_up, from slots to pairs. Pairs of experts that aren't held have no slot, and
-    their rows are left as they are.
+    """As expert_gate_up, from slots to pairs. Pairs that go nowhere have no slot, and their rows
+    are left as they are.
     """
     outputs, inputs = weight_EHI.shape[1:]
     if x_SI.shape[1] != inputs or out_PH.shape[1] != outputs:
@@ -191,7 +191,7 @@ def expert_down(
         x_SI,
         weight_EHI,
         blocks.pairs_S,
-        blocks.experts_B,
+        blocks.places_B,
         blocks.used_1,
         weights_TC,
         out_PH,
@@ -214,16 +214,14 @@ def expert_down(
 
 def combine_reference(
     y_PH: torch.Tensor,
-    experts_TC: torch.Tensor,
+    places_TC: torch.Tensor,
     out_TH: torch.Tensor,
     *,
-    first: int,
-    held: int,
     add_to_TH: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    tokens, chosen = experts_TC.shape
-    here_TC1 = ((experts_TC >= first) & (experts_TC < first + held))[..., None]
+    tokens, chosen = places_TC.shape
+    here_TC1 = (places_TC >= 0)[..., None]
     parts_TCH = y_PH[: tokens * chosen].float().view(tokens, chosen, -1)
     total_TH = torch.where(here_TC1, parts_TCH, 0.0).sum(1)
     out_TH.copy_(total_TH if add_to_TH is None else total_TH + add_to_TH.float())
@@ -231,40 +229,35 @@ def combine_reference(
 
 def combine(
     y_PH: torch.Tensor,
-    experts_TC: torch.Tensor,
+    places_TC: torch.Tensor,
     out_TH: torch.Tensor,
     *,
-    first: int,
-    held: int,
     add_to_TH: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Each token's rows added up, of those experts that are held; add_to, which may be `out`, is
+    """Each token's rows added up, of those that go somewhere here; add_to, which may be `out`, is
     added too.
     """
-    tokens, chosen = experts_TC.shape
+    tokens, chosen = places_TC.shape
     size = out_TH.shape[1]
     if y_PH.shape[0] < tokens * chosen or y_PH.shape[1] != size or len(out_TH) != tokens:
         raise ValueError(
-            f"y is {tuple(y_PH.shape)}, experts {tuple(experts_TC.shape)}, out "
-            f"{tuple(out_TH.shape)}"
+            f"y is {tuple(y_PH.shape)}, places {tuple(places_TC.shape)}, out {tuple(out_TH.shape)}"
         )
     others = () if add_to_TH is None else (add_to_TH,)
-    if not experts_TC.is_contiguous() or any(t.stride(1) != 1 for t in (y_PH, out_TH, *others)):
-        raise ValueError("experts must be contiguous, and the others have rows in one piece")
+    if not places_TC.is_contiguous() or any(t.stride(1) != 1 for t in (y_PH, out_TH, *others)):
+        raise ValueError("places must be contiguous, and the others have rows in one piece")
     if any(other.shape != out_TH.shape for other in others):
         raise ValueError(f"add_to is {tuple(others[0].shape)}; it must be {tuple(out_TH.shape)}")
     _combine_kernel[(tokens, triton.cdiv(size, COMBINED))](
         y_PH,
-        experts_TC,
+        places_TC,
         add_to_TH,
         out_TH,
         y_PH.stride(0),
         0 if add_to_TH is None else add_to_TH.stride(0),
         out_TH.stride(0),
         size,
-        first,
-        held,
         CHOSEN=chosen,
         BLOCK=COMBINED,
         PDL=pdl,
@@ -274,12 +267,12 @@ def combine(
 
 
 def _used(blocks: Blocks, rows: int) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """The slots, the expert and the pairs of each block, without padding."""
+    """The slots, the place and the pairs of each block, without padding."""
     used = []
     for block in range(int(blocks.used_1)):
         pairs = blocks.pairs_S[block * rows : (block + 1) * rows].long()
         real = (pairs >= 0).nonzero().flatten()
-        used.append((block * rows + real, int(blocks.experts_B[block]), pairs[real]))
+        used.append((block * rows + real, int(blocks.places_B[block]), pairs[real]))
     return used
 
 
@@ -292,9 +285,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 def _check_blocks(blocks: Blocks, rows_S: torch.Tensor, rows: int, count: int) -> None:
     slots = min(len(blocks.pairs_S), len(rows_S))
-    if len(blocks.experts_B) < count or slots < count * rows:
+    if len(blocks.places_B) < count or slots < count * rows:
         raise ValueError(
-            f"{count} blocks of {rows} slots; there is room for {len(blocks.experts_B)} blocks and "
+            f"{count} blocks of {rows} slots; there is room for {len(blocks.places_B)} blocks and "
             f"{slots} slots"
         )
 
@@ -324,7 +317,7 @@ def _gate_up_kernel(
     x,
     weight,
     pairs,
-    block_experts,
+    block_places,
     used,
     out,
     count,
@@ -346,7 +339,7 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block, tile = _place(count, tl.cdiv(size, OUTPUTS), GROUP)
-    number = tl.load(block_experts + block, mask=block < tl.load(used), other=-1)
+    number = tl.load(block_places + block, mask=block < tl.load(used), other=-1)
     if number >= 0:  # else the block is past those in use, or has another rank's pair
         expert = number.to(tl.int64)
         slot = block * ROWS + tl.arange(0, ROWS)
@@ -378,7 +371,7 @@ def _down_kernel(
     x,
     weight,
     pairs,
-    block_experts,
+    block_places,
     used,
     weights,
     out,
@@ -399,7 +392,7 @@ def _down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block, tile = _place(count, tl.cdiv(outputs, OUTPUTS), GROUP)
-    number = tl.load(block_experts + block, mask=block < tl.load(used), other=-1)
+    number = tl.load(block_places + block, mask=block < tl.load(used), other=-1)
     if number >= 0:  # else the block is past those in use, or has another rank's pair
         expert = number.to(tl.int64)
         slot = block * ROWS + tl.arange(0, ROWS)
@@ -421,18 +414,16 @@ def _down_kernel(
         tl.store(places, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def _combine_kernel(
     y,
-    experts,
+    places,
     add_to,
     out,
     y_stride,
     add_stride,
     out_stride,
     size,
-    first,
-    held,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -446,8 +437,7 @@ def _combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for c in tl.static_range(CHOSEN):
         pair = token * CHOSEN + c
-        expert = tl.load(experts + pair)
-        here = inside & (expert >= first) & (expert < first + held)
+        here = inside & (tl.load(places + pair) >= 0)
         total += tl.load(y + pair * y_stride + h, mask=here, other=0.0).to(tl.float32)
     if add_to is not None:
         total += tl.load(add_to + token * add_stride + h, mask=inside, other=0.0).to(tl.float32)

@@ -6,6 +6,7 @@ through LLM, and what replicas that step together spend on each other.
     expert_parallel.py --what meeting        the host's part of a step, microseconds
     expert_parallel.py --what tp tp+ep dp+ep one       engines; one: a single GPU
     expert_parallel.py --what tp+dp+ep                 likewise, on four
+    expert_parallel.py --what tp+eplb dp+eplb          those whose experts are placed all the time
 
 The model has Qwen3-30B-A3B's shapes and random weights. A step's time is the difference between
 generating many tokens and few, over their number; with two replicas each has half of the batch, so
@@ -61,6 +62,11 @@ ENGINES: dict[str, dict[str, Any]] = {
         "enable_expert_parallel": True,
     },
 }
+BALANCED = {
+    "enable_eplb": True,
+    "eplb_config": {"window_size": 100, "step_interval": 100, "num_redundant_experts": 16},
+}
+ENGINES |= {f"{name}lb": ENGINES[name] | BALANCED for name in ("tp+ep", "dp+ep")}
 DEFAULT = ["exchanges", "meeting", "tp", "tp+ep", "dp+ep"]
 BATCHES, FEW, MANY, PROMPT = (1, 64, 128), 16, 144, 64
 ROWS = (1, 8, 32, 64, 128, 512, 1024, 2048)
@@ -71,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", nargs="+", choices=[*DEFAULT, "one", "tp+dp+ep"], default=DEFAULT)
+    parser.add_argument("--what", nargs="+", choices=[*DEFAULT[:2], *ENGINES], default=DEFAULT)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--limit", type=float, default=98, help="seconds, of all parts together")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)

@@ -62,13 +62,17 @@ class Case:
     def __init__(self, model: Model, tokens: int, rows: int, weights: list[torch.Tensor]) -> None:
         self.model, self.tokens, self.rows = model, tokens, rows
         self.gate_up, self.down = weights
-        m, held = model, {"first": 0, "held": model.experts}
+        m = model
         self.count = num_blocks(tokens, m.chosen, m.experts, rows)
         self.x = torch.randn(tokens, m.hidden, device="cuda", dtype=torch.bfloat16)
         self.inner = self.x.new_zeros(self.count * rows, m.inner)
         self.y = self.x.new_zeros(tokens * m.chosen, m.hidden)
         self.out = torch.zeros_like(self.x)
-        self.held, self.sets = held, []
+        self.sets: list[tuple] = []
+        self.counted = {
+            "num_tokens_N": torch.full((1,), tokens, dtype=torch.int32, device="cuda"),
+            "loads_E": torch.zeros(m.experts, dtype=torch.int64, device="cuda"),
+        }
         generator = torch.Generator("cuda").manual_seed(tokens)
         for _ in range(SETS):
             logits = torch.randn(tokens, m.experts, device="cuda", generator=generator)
@@ -82,11 +86,10 @@ class Case:
     def route(self, step: tuple, pdl: bool = True) -> None:
         logits, experts, weights, blocks = step
         direct = is_direct(self.tokens)
-        where = {"rows": self.rows, **self.held}
-        few = {"blocks": blocks, **where} if direct else {}
-        route(logits, experts, weights, renormalize=True, pdl=pdl, **few)
+        few = {"blocks": blocks, "rows": self.rows} if direct else {}
+        route(logits, experts, weights, renormalize=True, pdl=pdl, **self.counted, **few)
         if not direct:
-            dispatch(experts, blocks, pdl=pdl, **where)
+            dispatch(experts, blocks, rows=self.rows, held=self.model.experts, pdl=pdl)
 
     def multiply(self, kind: int, config: ExpertConfig, step: tuple) -> None:
         _, _, weights, blocks = step
@@ -98,7 +101,7 @@ class Case:
             expert_down(self.inner, self.down, blocks, weights, self.y, **shape)
 
     def combine(self, step: tuple) -> None:
-        combine(self.y, step[1], self.out, **self.held, pdl=True)
+        combine(self.y, step[1], self.out, pdl=True)
 
     def bytes_and_flops(self, kind: int) -> tuple[float, float]:
         size = kind * self.model.hidden * self.model.inner

@@ -15,6 +15,7 @@ from ringcast.executor import expert_balancer
 from ringcast.executor.expert_balancer import ExpertBalancer
 from ringcast.executor.expert_placement import balancedness, initial
 from ringcast.executor.expert_routes import Routes
+from ringcast.executor.host_experts import HostExperts
 from ringcast.executor.parallel import HostGroup, map_memory
 from ringcast.kernels.cpu import exchange
 from ringcast.mq.eplb_config import EplbConfig
@@ -56,6 +57,7 @@ def mixtures_of(rank, ranks, slots):
     return [
         SimpleNamespace(
             routes=Routes(EXPERTS, placement, rank),
+            loads_E=np.zeros(EXPERTS, np.int64),
             weights=[
                 torch.stack([weight_of(layer, e, kind) for e in placement[rank].tolist()])
                 for kind in range(2)
@@ -84,18 +86,18 @@ def test_weights_are_where_tokens_go(monkeypatch, ranks, slots, budget):
 
     def act(group):
         mixtures = mixtures_of(group.rank, ranks, slots)
-        turn = np.zeros(1, np.int64)
         config = EplbConfig(window_size=10, step_interval=20)
-        balancer = ExpertBalancer(config, group, mixtures, turn)
+        experts = HostExperts(group, mixtures)
+        assert experts.num_bytes == sum(weight.nbytes for weight in mixtures[0].weights)
+        balancer = ExpertBalancer(config, experts)
         random, evens = np.random.default_rng(5), []
         for step in range(120):
             if step % 40 == 0:
                 loads = [random.permutation(2 ** np.arange(EXPERTS)) for _ in mixtures]
-            balancer.before_step()
+            assert balancer.before_step() == step + 1
             check(mixtures, group.rank)
             for mixture, load in zip(mixtures, loads, strict=True):
-                mixture.routes.loads_E += load
-            assert turn[0] == step + 1
+                mixture.loads_E += load
             placements = [mixture.routes.placement_RS.copy() for mixture in mixtures]
             evens.append(balancedness(np.stack(loads), placements))
         return placements, evens, balancer.rounds, balancer.moved
@@ -116,10 +118,9 @@ def test_all_ranks_must_come():
 
     def act(group):
         mixtures = mixtures_of(group.rank, 2, 4)
-        turn, config = np.zeros(1, np.int64), EplbConfig(step_interval=1)
-        balancer = ExpertBalancer(config, group, mixtures, turn)
+        balancer = ExpertBalancer(EplbConfig(step_interval=1), HostExperts(group, mixtures))
         balancer.before_step()
-        mixtures[0].routes.loads_E += 2 ** np.arange(EXPERTS)
+        mixtures[0].loads_E += 2 ** np.arange(EXPERTS)
         if group.rank:
             group.leave()
             return None

@@ -331,11 +331,11 @@ def take_references(monkeypatch: pytest.MonkeyPatch) -> None:
 def take_routing_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """For threads, in which nothing can be interpreted."""
 
-    def route(*places: torch.Tensor, blocks: Any, rows: int, first: int, held: int, **rest: Any):
-        expert_routing.route_reference(*places, **rest)
+    def route(*tensors: torch.Tensor, blocks: Any, rows: int, **rest: Any):
+        expert_routing.route_reference(*tensors, **rest)
         if blocks is not None:
-            where = {"rows": rows, "first": first, "held": held}
-            expert_routing.dispatch_reference(places[1], blocks, **where)
+            held = len(blocks.counts_H)
+            expert_routing.dispatch_reference(tensors[1], blocks, rows=rows, held=held)
 
     monkeypatch.setattr(experts, "route", route)
     monkeypatch.setattr(experts, "dispatch", expert_routing.dispatch_reference)

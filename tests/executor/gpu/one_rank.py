@@ -1,6 +1,7 @@
 """A worker of an engine of several, ranks or stages, without the other actors.
 
-    python -P one_rank.py WORKER FILE END ORDER      FILE: descriptor of the workers' memory
+    python -P one_rank.py WORKER FILES END ORDER     FILES: descriptors of the workers' memory, and
+                                                     of an empty file (carriers.py)
 
 END: the two of a pipe that nobody writes to. Whoever is done closes his, and all end when all are
 done: until then somebody may use the memory of another. ORDER is JSON: the model's spec, engine
@@ -22,6 +23,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed
+from executor.gpu.carriers import join_carrier, leave_carrier, move_always
 from executor.gpu.conftest import (
     GREEDY,
     NUM_BLOCKS,
@@ -59,11 +61,17 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """compiled: kernels that weren't when the runner was loaded."""
+    """compiled: kernels that weren't when the runner was loaded. moved: experts that were."""
 
     tokens: list[list[int]]
     details: dict[str, str | int | float]
     compiled: list[str]
+    moved: int = 0
+
+
+def moved_by(runner: GpuModelRunner) -> int:
+    balancer = runner._experts._balancer
+    return 0 if balancer is None else balancer.moved
 
 
 def join_on_one_device(rank: int, size: int, group_fd: int, shape: Shape) -> PeerGroup:
@@ -185,24 +193,24 @@ def _launch(s: TwoRunners, lengths: dict[int, int]) -> None:
 
 def run_ranks(order: Order, timeout: float) -> list[Answer]:
     """All workers, each a process. Raises AssertionError with what those that fail have said."""
-    memory_fd = os.memfd_create("ranks")
+    files = [os.memfd_create(name) for name in ("ranks", "carrier")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = msgspec.json.encode(order).decode()
     end = [*os.pipe()]
     processes = []
     try:
         for rank in range(num_workers(order.options)):
-            numbers = [str(rank), str(memory_fd), f"{end[0]},{end[1]}"]
+            numbers = [str(rank), *(f"{a},{b}" for a, b in (files, end))]
             command = [sys.executable, "-P", __file__, *numbers, text]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             processes.append(
-                subprocess.Popen(command, pass_fds=[memory_fd, *end], env=environment, **pipes)
+                subprocess.Popen(command, pass_fds=[*files, *end], env=environment, **pipes)
             )
         while end:
             os.close(end.pop())
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
-        for fd in (memory_fd, *end):
+        for fd in (*files, *end):
             os.close(fd)
         for process in processes:
             process.kill()
@@ -221,8 +229,8 @@ def num_workers(options: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    rank, group_fd = int(sys.argv[1]), int(sys.argv[2])
-    reads, writes = map(int, sys.argv[3].split(","))
+    rank = int(sys.argv[1])
+    (group_fd, carrier_fd), (reads, writes) = (map(int, each.split(",")) for each in sys.argv[2:4])
     order = msgspec.json.decode(sys.argv[4], type=Order)
     size, stages = num_workers(order.options), order.options.get("pipeline_parallel_size", 1)
     place: dict[str, Any] = {}
@@ -235,16 +243,21 @@ def main() -> None:
         place["join"] = partial(join_on_one_device, rank, size, group_fd)
         whole = with_defaults(order.options)
         place["join_stages"] = partial(join_stages_on_one_device, whole, rank, group_fd)
+    if order.options.get("enable_eplb"):
+        move_always()
+        if device is not None:
+            place["carrier"] = join_carrier(rank, size, carrier_fd, device)
     place |= {"rank": rank, "device": device, "group_fd": group_fd}
     runner = load(order.spec, partial(GpuModelRunner, **place), **order.options)
     compiled: list[str] = []
     knobs.runtime.jit_cache_hook = lambda fn, **_: compiled.append(fn.name)
     tokens = (generate if stages == 1 else generate_in_stages)(runner, order)
-    answer = Answer(tokens, runner.details(), compiled)
+    answer = Answer(tokens, runner.details(), compiled, moved_by(runner))
     print(msgspec.json.encode(answer).decode(), flush=True)
     os.close(writes)
     os.read(reads, 1)
     runner.leave()
+    leave_carrier()
 
 
 if __name__ == "__main__":

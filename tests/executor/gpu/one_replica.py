@@ -1,7 +1,7 @@
 """A rank of a replica of a model with experts, which it shares with others, without the other
 actors.
 
-    python -P one_replica.py WORKER FILE STORE END ORDER     FILE, STORE: descriptors of empty files
+    python -P one_replica.py WORKER FILES END ORDER     FILES: descriptors of three empty files
 
 END: as one_rank.py has it. ORDER is JSON: the model's spec, engine options, and what each replica
 has to do. Prints a line of JSON: the tokens, and the runner's details.
@@ -18,8 +18,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from executor.gpu.carriers import join_carrier, leave_carrier, move_always
 from executor.gpu.conftest import NUM_BLOCKS, TwoRunners, load, random_tokens, take_few_programs
-from executor.gpu.one_rank import Answer, join_on_one_device, make_store, share_one_device
+from executor.gpu.one_rank import (
+    Answer,
+    join_on_one_device,
+    make_store,
+    moved_by,
+    share_one_device,
+)
 from triton import knobs
 
 from ringcast.executor.gpu import parallel
@@ -55,7 +62,7 @@ class Order(msgspec.Struct, frozen=True):
 
     def alone(self, kind: type[Any], engine: int, **options: Any) -> list[list[int]]:
         """Of a runner that has all experts."""
-        ours = ("device", "enforce_eager", "tensor_parallel_size")
+        ours = ("device", "enforce_eager", "tensor_parallel_size", "enable_eplb", "eplb_config")
         rest = {k: v for k, v in self.options.items() if k not in ours}
         made = load(self.spec, kind, 0, **rest | options)
         return generate(made, self, engine)
@@ -122,10 +129,11 @@ def run_replicas(order: Order, timeout: float) -> list[Answer]:
     those that fail have said.
     """
     ranks, workers = order.ranks, order.ranks * len(order.prompts)
-    files, end = [os.memfd_create(name) for name in ("replicas", "store")], [*os.pipe()]
+    files = [os.memfd_create(name) for name in ("replicas", "store", "carrier")]
+    end = [*os.pipe()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = msgspec.json.encode(order).decode()
-    words = [*map(str, files), ",".join(map(str, end)), text]
+    words = [*(",".join(map(str, each)) for each in (files, end)), text]
     processes = []
     try:
         for worker in range(workers):
@@ -158,9 +166,10 @@ def run_replicas(order: Order, timeout: float) -> list[Answer]:
 
 
 def main() -> None:
-    worker, memory_fd, store_fd = map(int, sys.argv[1:4])
-    reads, writes = map(int, sys.argv[4].split(","))
-    order = msgspec.json.decode(sys.argv[5], type=Order)
+    worker = int(sys.argv[1])
+    files, (reads, writes) = ([*map(int, each.split(","))] for each in sys.argv[2:4])
+    memory_fd, store_fd, carrier_fd = files
+    order = msgspec.json.decode(sys.argv[4], type=Order)
     engine, rank = divmod(worker, order.ranks)
     ranks = Ranks(rank, order.ranks, engine, len(order.prompts))
     place: dict[str, Any] = {"rank": rank, "engine": engine, "group_fd": memory_fd}
@@ -176,16 +185,21 @@ def main() -> None:
         parallel.join_devices = lambda *given: join_on_one_device(*given[:4])
     if order.hosts:
         place["others"] = OtherHosts(0, order.ranks, "127.0.0.1")
+    if order.options.get("enable_eplb"):
+        move_always()
+        if "device" in place:
+            place["carrier"] = join_carrier(worker, ranks.workers, carrier_fd, place["device"])
     kind = partial(GpuModelRunner, **place)
     runner = load(order.spec, kind, **order.options, **DP)
     compiled: list[str] = []
     knobs.runtime.jit_cache_hook = lambda fn, **_: compiled.append(fn.name)
     tokens = generate(runner, order, engine)
-    answer = Answer(tokens, runner.details(), compiled)
+    answer = Answer(tokens, runner.details(), compiled, moved_by(runner))
     print(msgspec.json.encode(answer).decode(), flush=True)
     os.close(writes)
     os.read(reads, 1)
     runner.leave()
+    leave_carrier()
 
 
 if __name__ == "__main__":

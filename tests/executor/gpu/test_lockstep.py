@@ -15,7 +15,7 @@ import pytest
 import torch
 from executor.gpu.conftest import TwoRunners, load, random_tokens, with_defaults
 from executor.gpu.one_replica import DP, MODEL, make_order, run_replicas
-from executor.gpu.test_parallel import Meeting, ThreadGroup
+from executor.gpu.test_parallel import Meeting, ThreadCarrier, ThreadGroup
 
 from executor.gpu import conftest
 from ringcast.executor.cpu_runner import CpuModelRunner
@@ -173,7 +173,8 @@ class Replicas:
         self.rows, memory_fd = {}, os.memfd_create("replicas")
         self.engines = range(2)
         everyone, across = Meeting(2 * ranks), [Meeting(2) for _ in range(ranks)]
-        within = [Meeting(ranks) for _ in self.engines]
+        within, carriers = [Meeting(ranks) for _ in self.engines], Meeting(2 * ranks)
+        self.carriers = [ThreadCarrier(worker, carriers) for worker in range(2 * ranks)]
 
         def make(worker):
             engine, rank = divmod(worker, ranks)
@@ -188,13 +189,15 @@ class Replicas:
                 self.rows[worker] = rows
                 return Joined(own, rows)
 
-            more = (torch.device("cpu"), memory_fd, join, engine)
+            more = (torch.device("cpu"), memory_fd, join, engine, None, None)
             parallel = {"tensor_parallel_size": ranks, **DP}
-            return load(spec, GpuModelRunner, rank, *more, **options, **parallel)
+            carrier = self.carriers[worker]
+            return load(spec, GpuModelRunner, rank, *more, carrier, **options, **parallel)
 
         self.runners = on_all(make, range(2 * ranks))
         os.close(memory_fd)
         groups = len(self.runners[0]._decoder.groups)
+        options = {k: v for k, v in options.items() if "eplb" not in k}
         self.hands = [
             TwoRunners(Side(mine), load(spec, CpuModelRunner, **options), 16, groups)
             for mine in (self.runners[:ranks], self.runners[ranks:])
@@ -207,7 +210,7 @@ class Replicas:
         """A step of both. Returns the rows that each layer's exchange had."""
         for rows in self.rows.values():
             rows.seen.clear()
-        self.on_all(lambda engine: self.hands[engine].run(lengths[engine]))
+        self.outputs = self.on_all(lambda engine: self.hands[engine].run(lengths[engine]))
         seen = {(*rows.seen,) for rows in self.rows.values()}
         assert len(seen) == 1, seen
         return seen.pop()

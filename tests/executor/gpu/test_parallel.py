@@ -101,11 +101,36 @@ class ThreadGroup:
         self.calls.append("leave")
 
 
+class ThreadCarrier:
+    """A Carrier, of ranks that all come. carried: bytes that this one got."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
+        self.carried = 0
+
+    def broadcast(self, values):
+        with self._meeting.of_all(self._rank, values) as shown:
+            if self._rank:
+                values.copy_(shown[0])
+
+    def exchange(self, sent, received):
+        with self._meeting.of_all(self._rank, sent) as shown:
+            mine = [
+                iter([parcel.tensor for parcel in parcels if parcel.rank == self._rank])
+                for parcels in shown
+            ]
+            for tensor, rank in received:
+                tensor.copy_(next(mine[rank]))
+                self.carried += tensor.nbytes
+            assert not any(list(left) for left in mine)
+
+
 class Threads:
     """Runners of all ranks, which launch a plan together. What rank 0 has launched is returned."""
 
     def __init__(self, spec, size=2, **options) -> None:
-        self.groups, meeting = [None] * size, Meeting(size)
+        self.groups, meeting, carriers = [None] * size, Meeting(size), Meeting(size)
+        self.carriers = [ThreadCarrier(rank, carriers) for rank in range(size)]
         options |= {"tensor_parallel_size": size}
 
         def make(rank):
@@ -113,8 +138,8 @@ class Threads:
                 self.groups[rank] = ThreadGroup(rank, meeting, shape)
                 return self.groups[rank]
 
-            device = torch.device("cpu")
-            return load(spec, GpuModelRunner, rank, device, -1, join, **options)
+            place = rank, torch.device("cpu"), -1, join, 0, None, None, self.carriers[rank]
+            return load(spec, GpuModelRunner, *place, **options)
 
         self.runners = self._on_all(make, size)
 
@@ -141,7 +166,7 @@ class Threads:
         outputs = [each.read() for each in pending]
         for output in outputs[1:]:
             assert output.token_ids == outputs[0].token_ids
-            assert (output.logprobs, output.prompt_logprobs) == (None, [])
+            assert (output.logprobs, output.prompt_logprobs, output.experts) == (None, [], None)
         return pending[0]
 
 
@@ -152,7 +177,8 @@ def threads(specs, monkeypatch):
         conftest.take_routing_references(monkeypatch)
         monkeypatch.setattr(runner, "copy_blocks", copy_blocks_reference)
         mine = Threads(specs[name], size, **options)
-        options.pop("enable_expert_parallel", None)
+        for option in ("enable_expert_parallel", "enable_eplb", "eplb_config"):
+            options.pop(option, None)
         reference = load(specs[name], CpuModelRunner, **options)
         return TwoRunners(mine, reference, 16, len(mine.runners[0]._decoder.groups))
 

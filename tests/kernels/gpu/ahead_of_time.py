@@ -172,17 +172,20 @@ def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch
         x, y = (torch.zeros(n, hidden, dtype=dtype) for n in (tokens, tokens * chosen))
         of_slots = torch.zeros(count * plan.rows, inner, dtype=dtype, device="meta")
         chosen_TC, weights_TC = ints(tokens, chosen), torch.zeros(tokens, chosen)
-        logits, held = torch.zeros(tokens, num, dtype=dtype), {"first": 0, "held": num}
+        logits, loads = torch.zeros(tokens, num, dtype=dtype), torch.zeros(num, dtype=torch.int64)
+        few, how = {}, {"num_tokens_N": ints(1), "loads_E": loads}
         if expert_routing.is_direct(tokens):
-            few = {"blocks": blocks, "rows": plan.rows, **held}
-            expert_routing.route(logits, chosen_TC, weights_TC, renormalize=True, pdl=True, **few)
+            few = {"blocks": blocks, "rows": plan.rows}
         else:
-            expert_routing.dispatch(chosen_TC, blocks, rows=plan.rows, pdl=True, **held)
+            expert_routing.dispatch(chosen_TC, blocks, rows=plan.rows, held=num, pdl=True)
+        expert_routing.route(
+            logits, chosen_TC, weights_TC, renormalize=True, pdl=True, **how, **few
+        )
         shape = {"rows": plan.rows, "count": count, "pdl": True}
         up = {"chosen": chosen, "config": plan.gate_up, **shape}
         experts.expert_gate_up(x, gate_up, blocks, of_slots, "silu", **up)
         experts.expert_down(of_slots, down, blocks, weights_TC, y, config=plan.down, **shape)
-        experts.combine(y, chosen_TC, x, **held, pdl=True)
+        experts.combine(y, chosen_TC, x, pdl=True)
 
 
 def compile_exchanges(tokens: int, num: int, chosen: int, hidden: int, dtype: torch.dtype) -> None:
@@ -193,11 +196,14 @@ def compile_exchanges(tokens: int, num: int, chosen: int, hidden: int, dtype: to
     all_reduce.all_reduce_add_rms_norm(peers, 1 << 20, x, norm, x, 1e-6, pdl=True)
     for count in (2, tokens):
         blocks = expert_routing.make_blocks(2 * chosen, 32 * chosen, num, "cpu")
-        held = {"blocks": blocks, "rows": 16, "held": num // 2} if count == 2 else {}
+        routes = expert_routing.Routes(ints(num, 3), ints(1))
+        loads = torch.zeros(num, dtype=torch.int64)
+        few = {"blocks": blocks, "rows": 16} if count == 2 else {}
         places = torch.zeros(count, num, dtype=dtype), ints(count, chosen), x[:count, :chosen]
         expert_routing.route(
-            *places[:2], places[2].float(), renormalize=True, num_tokens_N=ints(2), pdl=True, **held
-        )
+            *places[:2], places[2].float(), renormalize=True, num_tokens_N=ints(2), pdl=True,
+            routes=routes, loads_E=loads, **few,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

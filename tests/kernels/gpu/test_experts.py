@@ -3,12 +3,15 @@ token, odd sizes, NaN-filled outputs, places beyond 32 bits."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from kernels.gpu.devices import DEVICE, DTYPES
 
+from ringcast.executor.expert_routes import Routes as HostRoutes
 from ringcast.kernels.gpu.expert_routing import (
     DIRECT_TOKENS,
+    Routes,
     dispatch,
     dispatch_reference,
     is_direct,
@@ -59,6 +62,19 @@ def random_experts(tokens: int, num: int, chosen: int) -> torch.Tensor:
     return rows.to(torch.int32).contiguous()
 
 
+def random_places(tokens: int, num: int, chosen: int, held: int) -> torch.Tensor:
+    """Of experts the first of which are held."""
+    experts = random_experts(tokens, num, chosen)
+    return torch.where(experts < held, experts, -1)
+
+
+def routes_of(placement: list[list[int]], num: int, rank: int, turn: int = 0) -> Routes:
+    """Of experts [R, S], as a rank has them."""
+    routes = HostRoutes(num, np.array(placement, np.int32), rank)
+    table = np.column_stack([routes.counts_E, routes.places_ER])
+    return Routes(torch.from_numpy(table).to(DEVICE), ints(1, value=turn))
+
+
 def empty_blocks(tokens: int, chosen: int, held: int, rows: int):
     """One block more than can be in use."""
     blocks = num_blocks(tokens, chosen, held, rows) + 1
@@ -106,21 +122,77 @@ def test_padding_of_replicas_has_no_experts(counts, renormalize):
 def test_a_few_padded_tokens_have_blocks_with_nothing_to_do():
     counts = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
     blocks, experts = empty_blocks(4, 2, 3, 16), ints(4, 2)
-    held = {"rows": 16, "first": 0, "held": 3}
     route(
         random(4, 3), experts, nans(4, 2), renormalize=True, num_tokens_N=counts, blocks=blocks,
-        **held,
+        rows=16,
     )  # fmt: skip
-    there = blocks.experts_B[:8].view(4, 2)
+    there = blocks.places_B[:8].view(4, 2)
     assert torch.equal((there >= 0).all(1).cpu(), torch.tensor([True, False, True, True]))
     assert (there[1] == -1).all()
-    assert (blocks.pairs_S[2 * 16 : 4 * 16] == -1).all()
     gate_up, out = torch.full((3, 8, 16), torch.nan, device=DEVICE), ints(9 * 16, 4).float()
-    some = blocks._replace(experts_B=blocks.experts_B[2:], pairs_S=blocks.pairs_S[32:])
+    some = blocks._replace(places_B=blocks.places_B[2:], pairs_S=blocks.pairs_S[32:])
     some.used_1.fill_(2)
     shape = {"chosen": 2, "rows": 16, "count": 2, "config": SMALL}
     expert_gate_up(random(4, 16), gate_up, some, out, "silu", **shape)
     assert (out == -7).all()
+
+
+@pytest.mark.parametrize("turn", [0, 5])
+@pytest.mark.parametrize(
+    ("counts", "placement"),
+    [
+        ([6], [[0, 1, 2, 3], [4, 5, 0, 1]]),
+        ([3, 0, 2], [[0, 1, 2], [3, 4, 0], [5, 0, 1]]),
+    ],
+)
+def test_every_token_goes_to_one_replica_of_each_of_its_experts(counts, placement, turn):
+    tokens, num, chosen = 6, 6, 3
+    logits = random(tokens, num)
+    real = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    each = tokens // len(counts)
+    is_real = (torch.arange(each, device=DEVICE) < real[:, None]).flatten()
+    route_reference(logits, experts := ints(tokens, chosen), nans(tokens, chosen), renormalize=True)
+    met = torch.zeros(tokens, chosen, dtype=torch.int64, device=DEVICE)
+    for rank, held in enumerate(placement):
+        routes = routes_of(placement, num, rank, turn)
+        loads = [torch.full((num,), 9, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+        got, want = ints(tokens, chosen), ints(tokens, chosen)
+        how = {"renormalize": True, "num_tokens_N": real, "routes": routes}
+        route(logits, got, nans(tokens, chosen), loads_E=loads[0], **how)
+        route_reference(logits, want, nans(tokens, chosen), loads_E=loads[1], **how)
+        assert torch.equal(got, want)
+        there = got >= 0
+        assert torch.equal(torch.tensor(held, device=DEVICE)[got[there].long()], experts[there])
+        met += there
+        counted = torch.bincount(experts[is_real].flatten(), minlength=num)
+        assert torch.equal(loads[0], counted + 9)
+        assert torch.equal(loads[1], counted + 9)
+    assert torch.equal(met, is_real[:, None].expand_as(met).long())
+
+
+def test_replicas_are_used_evenly():
+    """Those of a step by each of its tokens, whichever replica of the engine they are of; single
+    ones from step to step.
+    """
+    placement = [[0, 1], [0, 2], [0, 3]]
+    logits = random(12, 4)
+    logits[:, 0] = 9.0
+
+    def to_first(tokens, counts, turn):
+        real = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+        shares = []
+        for rank in range(3):
+            places = ints(tokens, 1)
+            routes = routes_of(placement, 4, rank, turn)
+            how = {"renormalize": True, "num_tokens_N": real, "routes": routes}
+            route(logits[:tokens], places, nans(tokens, 1), **how)
+            shares.append(int((places == 0).sum()))
+        return shares
+
+    assert to_first(12, [12], 7) == [4, 4, 4]
+    assert to_first(12, [6, 6], 7) == [4, 4, 4]
+    assert to_first(9, [1, 1, 1], 7) == [1, 1, 1]
+    assert [to_first(4, [1], turn).index(1) for turn in range(2, 5)] == [2, 0, 1]
 
 
 def test_of_equal_experts_the_first_are_chosen():
@@ -142,33 +214,34 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist():
 @pytest.mark.parametrize("tokens", [1, DIRECT_TOKENS])
 def test_a_few_tokens_are_laid_out_as_they_are_routed(tokens):
     """A block for each pair; pairs of experts that aren't held have blocks with nothing to do."""
-    chosen, rows, first, held = 3, 16, 2, 4
+    chosen, rows, held = 3, 16, 4
     logits = random(tokens, 8)
     blocks = empty_blocks(tokens, chosen, held, rows)
-    experts, pairs = ints(tokens, chosen), tokens * chosen
-    shape = {"rows": rows, "first": first, "held": held}
-    route(logits, experts, nans(tokens, chosen), renormalize=True, blocks=blocks, **shape)
+    places, pairs = ints(tokens, chosen), tokens * chosen
+    how = {"renormalize": True, "routes": routes_of([list(range(2, 6)), [0, 1, 6, 7]], 8, 0)}
+    route(logits, places, nans(tokens, chosen), blocks=blocks, rows=rows, **how)
+    route_reference(logits, want := ints(tokens, chosen), nans(tokens, chosen), **how)
+    assert torch.equal(places, want)
+    assert (places == -1).any()
     assert blocks.used_1.item() == pairs
     slots = blocks.pairs_S[: pairs * rows].view(pairs, rows)
     assert (slots[:, 1:] == -1).all()
-    for pair, expert in enumerate(experts.flatten().tolist()):
-        is_held = first <= expert < first + held
-        assert slots[pair, 0].item() == (pair if is_held else -1)
-        assert blocks.experts_B[pair].item() == (expert - first if is_held else -1)
+    assert slots[:, 0].tolist() == list(range(pairs))
+    assert torch.equal(blocks.places_B[:pairs], places.flatten())
     assert (blocks.pairs_S[pairs * rows :] == -7).all()
-    assert blocks.experts_B[pairs].item() == -7
+    assert blocks.places_B[pairs].item() == -7
 
 
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize(
-    ("tokens", "num", "chosen", "first", "held"),
-    [(5, 4, 1, 0, 4), (33, 7, 2, 0, 7), (33, 7, 2, 2, 3), (700, 3, 2, 0, 3), (6, 20, 8, 0, 20)],
+    ("tokens", "num", "chosen", "held"),
+    [(5, 4, 1, 4), (33, 7, 2, 7), (33, 7, 2, 3), (700, 3, 2, 3), (6, 20, 8, 20)],
 )
-def test_dispatch(tokens, num, chosen, first, held, rows):
-    experts = random_experts(tokens, num, chosen)
+def test_dispatch(tokens, num, chosen, held, rows):
+    places = random_places(tokens, num, chosen, held)
     got, want = (empty_blocks(tokens, chosen, held, rows) for _ in range(2))
-    dispatch(experts, got, rows=rows, first=first, held=held)
-    dispatch_reference(experts, want, rows=rows, first=first, held=held)
+    dispatch(places, got, rows=rows, held=held)
+    dispatch_reference(places, want, rows=rows, held=held)
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -178,8 +251,8 @@ def test_all_tokens_to_one_expert(which):
     tokens, held, rows = 40, 5, 16
     experts = torch.full((tokens, 1), which, dtype=torch.int32, device=DEVICE)
     got, want = (empty_blocks(tokens, 1, held, rows) for _ in range(2))
-    dispatch(experts, got, rows=rows, first=0, held=held)
-    dispatch_reference(experts, want, rows=rows, first=0, held=held)
+    dispatch(experts, got, rows=rows, held=held)
+    dispatch_reference(experts, want, rows=rows, held=held)
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
     assert got.used_1.item() == 3
@@ -187,7 +260,7 @@ def test_all_tokens_to_one_expert(which):
 
 def test_no_token_has_an_expert_that_is_held():
     blocks = empty_blocks(6, 2, 3, 16)
-    dispatch(random_experts(6, 4, 2), blocks, rows=16, first=4, held=3)
+    dispatch(ints(6, 2, value=-1), blocks, rows=16, held=3)
     assert blocks.used_1.item() == 0
     assert (blocks.pairs_S == -7).all()
 
@@ -201,29 +274,29 @@ def test_no_spread_of_pairs_needs_more_blocks():
         assert worst <= most_blocks(pairs, held, rows) <= pairs
 
 
-def mixture(tokens, num, chosen, hidden, inner, dtype, *, experts=None, first=0, held=None):
+def mixture(tokens, num, chosen, hidden, inner, dtype, *, places=None, held=None):
     """Inputs of the products: what the router would have made of them, laid out."""
     held = num if held is None else held
-    if experts is None:
-        experts = random_experts(tokens, num, chosen)
+    if places is None:
+        places = random_places(tokens, num, chosen, held)
     weights = torch.rand(tokens, chosen, device=DEVICE)
     x = random(tokens, hidden + 16, dtype=dtype)[:, :hidden]
     gate_up = (random(held, 2 * inner, hidden) / hidden**0.5).to(dtype)
     down = (random(held, hidden, inner) / inner**0.5).to(dtype)
-    return experts, weights, x, gate_up, down, first, held
+    return places, weights, x, gate_up, down, held
 
 
 def run(parts, plan, activation, reference, pdl=False):
     """The three of them: inner rows, rows of pairs, and rows of tokens."""
-    experts, weights, x, gate_up, down, first, held = parts
-    (tokens, chosen), dtype = experts.shape, x.dtype
+    places, weights, x, gate_up, down, held = parts
+    (tokens, chosen), dtype = places.shape, x.dtype
     hidden, inner = down.shape[1:]
     # As sorted ones, even where there are few.
     count = most_blocks(tokens * chosen, held, plan.rows)
     blocks = make_blocks(count, count * plan.rows, held, DEVICE)
     for tensor in blocks:
         tensor.fill_(-1)
-    dispatch_reference(experts, blocks, rows=plan.rows, first=first, held=held)
+    dispatch_reference(places, blocks, rows=plan.rows, held=held)
     inner_SI = nans(count * plan.rows, inner + 8, dtype=dtype)[:, :inner]
     y_PH = nans(tokens * chosen, hidden + 8, dtype=dtype)[:, :hidden]
     out_TH = nans(tokens + 1, hidden, dtype=dtype)
@@ -235,7 +308,7 @@ def run(parts, plan, activation, reference, pdl=False):
     shape = {"rows": plan.rows, "count": count, "pdl": pdl}
     names[0](x, gate_up, blocks, inner_SI, activation, chosen=chosen, config=plan.gate_up, **shape)
     names[1](inner_SI, down, blocks, weights, y_PH, config=plan.down, **shape)
-    names[2](y_PH, experts, out_TH[:tokens], first=first, held=held, pdl=pdl)
+    names[2](y_PH, places, out_TH[:tokens], pdl=pdl)
     assert out_TH[tokens].isnan().all()
     return inner_SI, y_PH, out_TH[:tokens]
 
@@ -264,14 +337,14 @@ def test_products(tokens, num, chosen, hidden, inner, activation, dtype):
 def test_one_expert_has_all_tokens_and_the_others_none():
     experts = torch.full((37, 1), 2, dtype=torch.int32, device=DEVICE)
     plan = ExpertPlan(16, SMALL, SMALL._replace(outputs=32))
-    compare(mixture(37, 4, 1, 40, 24, torch.float32, experts=experts), plan)
+    compare(mixture(37, 4, 1, 40, 24, torch.float32, places=experts), plan)
 
 
 def test_experts_that_are_not_held_add_nothing():
     plan = ExpertPlan(16, SMALL, SMALL)
-    parts = mixture(9, 6, 2, 40, 24, torch.float32, first=2, held=3)
+    parts = mixture(9, 6, 2, 40, 24, torch.float32, held=3)
     _, y_PH, out_TH = compare(parts, plan)
-    held_P = ((parts[0] >= 2) & (parts[0] < 5)).flatten()
+    held_P = (parts[0] >= 0).flatten()
     assert torch.equal(~held_P, y_PH.isnan().all(1))
     assert not out_TH.isnan().any()
 
@@ -291,10 +364,10 @@ def test_a_tokens_result_is_the_same_bits_in_any_batch():
 
 
 def test_combining_in_place():
-    y, experts, stream = random(15, 33), random_experts(5, 6, 3), random(5, 33)
+    y, places, stream = random(15, 33), random_places(5, 6, 3, 4), random(5, 33)
     want = torch.full_like(stream, float("nan"))
-    combine_reference(y, experts, want, first=1, held=4, add_to_TH=stream)
-    combine(y, experts, stream, first=1, held=4, add_to_TH=stream)
+    combine_reference(y, places, want, add_to_TH=stream)
+    combine(y, places, stream, add_to_TH=stream)
     torch.testing.assert_close(stream, want, rtol=1e-6, atol=1e-6)
 
 
@@ -317,7 +390,7 @@ def test_grids_for_few_tokens_have_a_block_for_each_pair():
 
 
 def test_what_cant_be_computed_is_refused():
-    experts, weights, x, gate_up, down, first, held = mixture(5, 3, 2, 32, 16, torch.float32)
+    places, weights, x, gate_up, down, _ = mixture(5, 3, 2, 32, 16, torch.float32)
     blocks = make_blocks(2, 32, 3, DEVICE)
     with pytest.raises(ValueError, match="4 chosen of 3 experts"):
         route(random(5, 3), ints(5, 4), nans(5, 4), renormalize=True)
@@ -325,8 +398,13 @@ def test_what_cant_be_computed_is_refused():
         route(random(5, 3), ints(5, 2), nans(4, 2), renormalize=True)
     with pytest.raises(ValueError, match="5 tokens; dispatch lays out more than 4"):
         route(random(5, 3), ints(5, 2), nans(5, 2), renormalize=True, blocks=blocks)
+    with pytest.raises(ValueError, match=r"loads is torch.int32 \(3,\); it must be int64 3"):
+        route(random(5, 3), ints(5, 2), nans(5, 2), renormalize=True, loads_E=ints(3))
+    table = routes_of([[0, 1], [2, 3]], 4, 0)
+    with pytest.raises(ValueError, match="a table of 4 experts, and there are 3"):
+        route(random(5, 3), ints(5, 2), nans(5, 2), renormalize=True, routes=table)
     with pytest.raises(ValueError, match="10 pairs need 3 blocks and 48 slots; there are 2 and 32"):
-        dispatch(experts, blocks, rows=16, first=0, held=3)
+        dispatch(places, blocks, rows=16, held=3)
     shape = {"rows": 16, "config": SMALL}
     with pytest.raises(ValueError, match="'relu'; accepted"):
         expert_gate_up(x, gate_up, blocks, x, "relu", chosen=2, count=2, **shape)
@@ -339,10 +417,10 @@ def test_what_cant_be_computed_is_refused():
     with pytest.raises(ValueError, match="have a row for each"):
         expert_down(nans(32, 16), down, blocks, weights, nans(9, 32), count=2, **shape)
     with pytest.raises(ValueError, match=r"y is \(9, 32\)"):
-        combine(nans(9, 32), experts, nans(5, 32), first=first, held=held)
+        combine(nans(9, 32), places, nans(5, 32))
     other = nans(4, 32)
     with pytest.raises(ValueError, match=r"add_to is \(4, 32\)"):
-        combine(nans(10, 32), experts, nans(5, 32), first=0, held=3, add_to_TH=other)
+        combine(nans(10, 32), places, nans(5, 32), add_to_TH=other)
 
 
 @pytest.mark.gpu
@@ -364,8 +442,8 @@ def test_many_pairs_are_laid_out():
         experts = random_experts(tokens, num, chosen)
         for rows in (16, 128):
             got, want = (empty_blocks(tokens, chosen, num, rows) for _ in range(2))
-            dispatch(experts, got, rows=rows, first=0, held=num)
-            dispatch_reference(experts, want, rows=rows, first=0, held=num)
+            dispatch(experts, got, rows=rows, held=num)
+            dispatch_reference(experts, want, rows=rows, held=num)
             for mine, theirs in zip(got, want, strict=True):
                 assert torch.equal(mine, theirs)
 
@@ -381,12 +459,12 @@ def test_weights_and_rows_beyond_two_billion_elements():
     down[-1] = random(hidden, inner, dtype=torch.bfloat16) / inner**0.5
     x, weights = random(tokens, hidden, dtype=torch.bfloat16), torch.rand(tokens, 1, device=DEVICE)
     wide = nans(2, 2**30 + 64, dtype=torch.bfloat16)  # rows of pairs far apart
-    parts = experts, weights, x, gate_up, down, 0, num
+    parts = experts, weights, x, gate_up, down, num
     compare(parts, plan)
     one = parts[0][:2], parts[1][:2], parts[2][:2], *parts[3:]
     want = run(one, plan, "silu", True)
     blocks = make_blocks(2, 32, num, DEVICE)
-    dispatch_reference(one[0], blocks, rows=16, first=0, held=num)
+    dispatch_reference(one[0], blocks, rows=16, held=num)
     y = wide[:, 2**30 - hidden : 2**30]
     shape = {"rows": 16, "count": 1, "config": plan.down}
     expert_down(want[0], down, blocks, one[1], y, **shape)
@@ -407,32 +485,41 @@ def test_a_layer_in_a_graph(tokens):
     logits = nans(tokens, num, dtype=dtype)
     inner_SI, y_PH = nans(count * plan.rows, inner, dtype=dtype), nans(tokens * chosen, hidden)
     y_PH, out = y_PH.to(dtype), nans(tokens, hidden, dtype=dtype)
-    where = {"rows": plan.rows, "first": 0, "held": num}
+    loads, counts = torch.zeros(num, dtype=torch.int64, device=DEVICE), ints(1, value=tokens)
+    # Of two ranks that each have all of them: every token has its experts on one or the other.
+    routes = routes_of([list(range(num))] * 2, num, 0)
 
     def step():
         torch.mm(x, router.T, out=logits)
-        few = {"blocks": blocks, **where} if is_direct(tokens) else {}
-        route(logits, experts, weights, renormalize=True, pdl=True, **few)
+        how = {"loads_E": loads, "num_tokens_N": counts, "routes": routes}
+        few = {"blocks": blocks, "rows": plan.rows} if is_direct(tokens) else {}
+        route(logits, experts, weights, renormalize=True, pdl=True, **how, **few)
         if not few:
-            dispatch(experts, blocks, pdl=True, **where)
+            dispatch(experts, blocks, pdl=True, rows=plan.rows, held=num)
         shape = {"rows": plan.rows, "count": count, "pdl": True}
         expert_gate_up(
             x, gate_up, blocks, inner_SI, "silu", chosen=chosen, config=plan.gate_up, **shape
         )
         expert_down(inner_SI, down, blocks, weights, y_PH, config=plan.down, **shape)
-        combine(y_PH, experts, out, first=0, held=num, pdl=True)
+        combine(y_PH, experts, out, pdl=True)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(20):
+    loads.zero_()
+    want_loads = loads.clone()
+    for turn in range(20):
         x.copy_(random(tokens, hidden, dtype=dtype))
         out.fill_(float("nan"))
+        routes.turn_1.fill_(turn)
+        counts.fill_(tokens - turn % 2)
         graph.replay()
         want_experts, want_weights = ints(tokens, chosen), nans(tokens, chosen)
-        route_reference(logits, want_experts, want_weights, renormalize=True)
+        how = {"loads_E": want_loads, "num_tokens_N": counts, "routes": routes}
+        route_reference(logits, want_experts, want_weights, renormalize=True, **how)
         assert torch.equal(experts, want_experts)
-        parts = want_experts, want_weights, x, gate_up, down, 0, num
+        assert torch.equal(loads, want_loads)
+        parts = want_experts, want_weights, x, gate_up, down, num
         want = run(parts, plan, "silu", True)[2]
         torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
