@@ -163,6 +163,18 @@ class HostGroup:
         words = torch.from_numpy(values.view(np.float32))[None]
         self.hand_over(0, words, words)
 
+    def share_file(self, root: int) -> int:
+        """A file that rank `root` makes, empty, as this process has it. All ranks call it at the
+        same time, with a root on their own host.
+        """
+        made = os.memfd_create("ringcast-ranks") if root == self.rank else -1
+        pid, number = self.all_gather(np.array([os.getpid(), made], np.int32))[root].tolist()
+        own = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        self.barrier()  # all have it open
+        if made >= 0:
+            os.close(made)
+        return own
+
     def hand_over(self, root: int, x_TW: torch.Tensor, out_TW: torch.Tensor | None) -> None:
         """Rank `root`'s x, of four bytes each, in the out of each rank that wants it. Others' x say
         how large it is.

@@ -52,11 +52,13 @@ _SPINS = "4000"
 
 class OtherHosts(NamedTuple):
     """Of an engine on several hosts, or of replicas that step together. num_links: for how many
-    mirrors the ranks' memory waits (mirror.py). num_here: workers that are here.
+    mirrors the ranks' memory waits (mirror.py). num_here: workers that are here. address: of the
+    master, where one engine is on several hosts.
     """
 
     num_links: int
     num_here: int
+    address: str = ""
 
 
 class PendingStep(Protocol):
@@ -167,7 +169,7 @@ def make_runner(
     place: dict[str, object] = {"group_fd": group_fd} if config.device in PARALLEL else {}
     if config.device == "cuda" or config.lockstep:
         place["engine"] = engine
-    if config.device == "cpu" or (config.device == "fake" and config.lockstep):
+    if config.device in ("cpu", "cuda") or (config.device == "fake" and config.lockstep):
         place["others"] = others
     if spec.pooling is not None:
         _check_pooling(config)

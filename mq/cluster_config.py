@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _LAST_PORT = 65535
 
-_SPANNING = ("cpu", "fake")  # devices whose workers can be on several hosts
 # What is as it is by default with nnodes, and what without.
 _OF_SEVERAL_REPLICAS = (
     "data_parallel_start_rank",
@@ -58,8 +57,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=1,
             le=64,
             description="hosts that one engine's workers are spread over, evenly and in their "
-            "order (tensor_parallel_size of each stage of pipeline_parallel_size). Devices cpu "
-            "and fake",
+            "order (tensor_parallel_size of each stage of pipeline_parallel_size)",
             extra={"short": "-n"},
         ),
     ] = 1
@@ -252,11 +250,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(
                 f"node_rank = {self.node_rank}: node 0 serves HTTP, and all others are headless; "
                 f"{'leave --headless away here' if self.headless else 'add --headless here'}"
-            )
-        if engine.device not in _SPANNING:
-            raise ConfigError(
-                f"nnodes = {num}: workers on several hosts need device "
-                f"{' or '.join(map(repr, _SPANNING))}; this engine's is {engine.device!r}"
             )
         if workers % num:
             raise ConfigError(

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RINGCAST = str(Path(sys.executable).parent / "ringcast")
+# Where it isn't installed, but found.
+AS_MODULE = [sys.executable, "-P", "-m", "ringcast.frontend.cli.main"]
 
 
 class Server:
@@ -89,7 +91,8 @@ class Server:
 
 
 def command(model: Path | str, *options: str) -> list[str]:
-    return [RINGCAST, "serve", str(model), "--port", "0", *options]
+    program = [RINGCAST] if Path(RINGCAST).exists() else AS_MODULE
+    return [*program, "serve", str(model), "--port", "0", *options]
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ class RowGroup(Protocol):
     rank: int
     size: int
     most_tokens: int
+    programmatic: bool
     num_tokens_N: torch.Tensor
 
     def place_rows(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ waits for the device, so steps follow each other there without a pause. Tokens a
 event has passed.
 
 A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
-(parallel.py). It copies them back, too: so no rank is ahead of its own steps. Replicas that share
-experts meet before each launch (lockstep.py). A stage of several (stages.py) ends its steps where
-the next stage's begin, and answers no tokens before the last one.
+(parallel.py, hosts.py). It copies them back, too: so no rank is ahead of its own steps. Replicas
+that share experts meet before each launch (lockstep.py). A stage of several (stages.py) ends its
+steps where the next stage's begin, and answers no tokens before the last one.
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from ...mq.config import EngineConfig, ModelSpec
 from ...mq.messages import StepOutput, StepPlan, WorkerReady
 from ..logits_processor import load_processors
 from ..models import find_model
-from ..runner import Done, PendingStep, Progress
+from ..runner import Done, OtherHosts, PendingStep, Progress
 from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
 from . import joining, memory
@@ -52,6 +52,7 @@ from .graphs import (
     context_bounds,
     distinct_bounds,
 )
+from .hosts import workers_here
 from .lockstep import Lockstep
 from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
 from .parallel import Alone, AnySampler, DeviceGroup, PeerGroup, Shape, make_sampler
@@ -81,6 +82,7 @@ class GpuModelRunner:
         join: Callable[[Shape], Any] | None = None,
         engine: int = 0,
         join_stages: Callable[[Shape], Place] | None = None,
+        others: OtherHosts | None = None,
     ) -> None:
         self._config, self._spec, self._worker, self._engine = config, spec, rank, engine
         self._size, self._group_fd = config.tensor_parallel_size, group_fd
@@ -91,9 +93,11 @@ class GpuModelRunner:
         self._rows: RowGroup | None = None
         self._lockstep: Lockstep | None = None
         self._stage = GpuStage(self._position)
-        self._device = device or find_device(rank, engine, config.num_workers)
+        self._hosts = None if config.lockstep else others
+        here = workers_here(rank, self._hosts, config.num_workers)
+        self._device = device or find_device(rank - here.start, engine, len(here))
         self._join_stages = join_stages or partial(
-            joining.join_stages, config, rank, group_fd, device=self._device
+            joining.join_stages, config, rank, group_fd, device=self._device, others=self._hosts
         )
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -114,7 +118,7 @@ class GpuModelRunner:
                 server = stack.enter_context(CompileServer(prepare_folder()))
                 torch.cuda.set_device(self._device)
                 self._stream = torch.cuda.Stream(self._device)
-            stack.enter_context(self._on_stream())
+            stack.enter_context(torch.cuda.stream(self._stream))
             return self._load(progress, server, watch)
 
     def _load(
@@ -130,9 +134,9 @@ class GpuModelRunner:
         with memory.room_for("activations"):
             self._make_buffers()
             self._decoder.set_cache(1)
-            warm_up = WarmUp(
-                self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
-            )
+            programmatic = self._uses_graphs and self._exchange.programmatic
+            parts = self._batch, self._decoder, self._sampler
+            warm_up = WarmUp(*parts, self._bounds_of, programmatic)
             if server is not None:
                 tell = partial(progress, "compiling kernels")
                 self._kernels = compile_variants(server, warm_up.variants, tell)
@@ -166,9 +170,13 @@ class GpuModelRunner:
 
     @property
     def _measures(self) -> bool:
-        c = self._config
-        given = c.num_gpu_blocks_override is not None or c.kv_cache_memory_bytes is not None
-        return self._on_gpu and not given
+        given = self._config.num_gpu_blocks_override, self._config.kv_cache_memory_bytes
+        return self._on_gpu and given == (None, None)
+
+    @property
+    def _exchange(self) -> RowGroup | DeviceGroup | Alone:
+        """With whom this one has a step in common, launch by launch."""
+        return self._rows or self._group
 
     @property
     def _uses_graphs(self) -> bool:
@@ -223,11 +231,12 @@ class GpuModelRunner:
             self._group_fd = self._lockstep.share_file()
             self._rows = self._join(shape)
             self._rows.num_tokens_N = batch.num_tokens(self._rows.size)
-        elif self._position.count > 1:
+        elif self._position.count > 1 or self._hosts is not None:
             self._group, self._stage = self._join_stages(shape)
             self._stage.bind(batch)
         elif self._size > 1:
             self._group = self._join(shape)
+        self._fuses = self._exchange.programmatic and not self._stage.crosses
         self._decoder.bind(batch, spec.max_model_len, self._group, self._rows, self._stage)
         self._sampler: AnySampler | NoSampler = NoSampler()
         if self._stage.is_last:
@@ -272,10 +281,10 @@ class GpuModelRunner:
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
-        most = min(self._batch.max_tokens, (self._rows or self._group).most_tokens)
-        counts = token_counts(most, self._decoder.num_bytes)
+        most = min(self._batch.max_tokens, self._exchange.most_tokens)
+        counts = token_counts(*self._stage.agree(most, self._decoder.num_bytes))
         return (
-            DecodeGraphs(self._sizes, self._bounds, self._attention_of),
+            DecodeGraphs(self._sizes, self._bounds, self._attention_of, self._fuses),
             MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
         )
 
@@ -321,8 +330,8 @@ class GpuModelRunner:
         return self._details
 
     def leave(self) -> None:
-        with self._on_stream():
-            (self._rows or self._group).leave()
+        with torch.cuda.stream(self._stream):
+            self._exchange.leave()
             self._stage.leave()
         if self._lockstep is not None:
             self._lockstep.leave()
@@ -355,7 +364,7 @@ class GpuModelRunner:
         slot = batch.take_slot()
         answered = step if self._stage.is_last else None
         pending = GpuPending(plan.step, slot, answered, self._stage.sampled, any_work)
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             self._enqueue(plan, step, pending, slot, asks)
         slot.release = pending.settle
         return pending
@@ -379,11 +388,11 @@ class GpuModelRunner:
             batch.apply_changes()
         else:
             plain = self._sampler.is_plain(step.sampled)
-            replayed = self._replay(step, plain)
-            if not replayed:
+            whole = plain and self._fuses
+            if not (replayed := self._replay(step, whole)):
                 self._run(step, tiles, mixed)
             if answers:
-                if not (replayed and plain):
+                if not (replayed and whole):
                     self._sample(step, plain, pending)
                 if asks:
                     pending.prompts = self._prompt_logprobs.launch(step)
@@ -411,12 +420,12 @@ class GpuModelRunner:
     def _tiles(self, count: int) -> torch.Tensor | None:
         return self._batch.view(self._batch.tail, 2, count) if count else None
 
-    def _replay(self, step: Step, plain: bool) -> bool:
+    def _replay(self, step: Step, whole: bool) -> bool:
         """Run the graph of a decode step, if there is one."""
         if self._graphs is None or not step.is_decode:
             return False
         bound = at_least(self._bounds, step.longest)
-        graph = self._graphs.find(step.decodes, bound, plain)
+        graph = self._graphs.find(step.decodes, bound, whole)
         if graph is None:
             return False
         graph.replay()
@@ -483,17 +492,9 @@ class GpuModelRunner:
 
     def _run_decode(self, size: int, bound: int, whole: bool) -> None:
         """What a graph is captured from."""
-        work = Work(size, size, bound)
-        self._batch.prepare_decode(size, pdl=True)
-        self._decoder.forward(work, pdl=True)
-        self._decoder.logits(self._batch.last_N[:size], work, pdl=True)
+        work, pdl = Work(size, size, bound), self._exchange.programmatic
+        self._batch.prepare_decode(size, pdl)
+        self._decoder.forward(work, pdl=pdl)
+        self._decoder.logits(self._batch.last_N[:size], work, pdl)
         if whole and self._stage.is_last:
-            self._sample_plain(size, pdl=True)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
+            self._sample_plain(size, pdl)

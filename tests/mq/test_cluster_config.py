@@ -151,6 +151,11 @@ def test_every_node_has_its_share_of_the_workers():
     assert not ClusterPlace(config=config(), first=0, num=1, session="s").spans
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "fake"])
+def test_workers_of_any_device_may_be_on_several_hosts(device):
+    assert config(nnodes=2).local_ranks(shared(device=device)) == range(1)
+
+
 @pytest.mark.parametrize(
     ("options", "of_engine", "reason"),
     [
@@ -159,7 +164,6 @@ def test_every_node_has_its_share_of_the_workers():
         ({"nnodes": 2, "headless": True}, {}, "node_rank = 0: .* leave --headless away"),
         ({"nnodes": 3}, {}, "nnodes = 3: .* = 8 workers can't be dealt evenly"),
         ({"nnodes": 3, "master_port": 65535}, {"tensor_parallel_size": 3}, "at most 65534"),
-        ({"nnodes": 2}, {"device": "cuda", "pipeline_parallel_size": 1}, "'cpu' or 'fake'; .*cuda"),
         ({"nnodes": 2}, {"data_parallel_size": 2}, "data_parallel_size = 2: with nnodes = 2 it"),
         ({"nnodes": 2}, {"torch_profiler_dir": "x"}, "torch_profiler_dir = 'x': .*must be None"),
         (
