@@ -66,8 +66,9 @@ class Worker:
         engine = topology.engine_of(boot.actor, boot.counts) or 0
         self._others: OtherHosts | None = None
         if boot.cluster is not None and boot.cluster.spans:
-            num_here = boot.engine.num_workers // boot.cluster.config.nnodes
-            self._others = OtherHosts(boot.cluster.num_links, num_here)
+            cluster = boot.cluster.config
+            num_here = boot.engine.num_workers // cluster.nnodes
+            self._others = OtherHosts(boot.cluster.num_links, num_here, cluster.master_addr)
         elif boot.cluster is not None and boot.engine.lockstep:
             width, address = boot.engine.num_workers, boot.cluster.config.ip()
             num_here, first = boot.cluster.num * width, boot.cluster.first * width

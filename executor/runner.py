@@ -53,7 +53,7 @@ _SPINS = "4000"
 class OtherHosts(NamedTuple):
     """Of an engine on several hosts, or of replicas that step together. num_links: for how many
     mirrors the ranks' memory waits (mirror.py). num_here: workers that are here. address: the
-    master's. first: the number of the first worker here.
+    master's. first: the number of the first worker here, of replicas that step together.
     """
 
     num_links: int

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _LAST_PORT = 65535
 
-_SPANNING = ("cpu", "fake")  # devices whose workers can be on several hosts
 # What is as it is by default with nnodes, and what without.
 _OF_SEVERAL_REPLICAS = (
     "data_parallel_start_rank",
@@ -58,8 +57,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=1,
             le=64,
             description="hosts that one engine's workers are spread over, evenly and in their "
-            "order (tensor_parallel_size of each stage of pipeline_parallel_size). Devices cpu "
-            "and fake",
+            "order (tensor_parallel_size of each stage of pipeline_parallel_size)",
             extra={"short": "-n"},
         ),
     ] = 1
@@ -132,6 +130,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def local_ranks(self, engine: EngineConfig) -> range:
         """The ranks of this host's replicas. Raises ConfigError for what can't be."""
         if self._spans_nodes(engine):
+            _check_balancer(engine, f"nnodes = {self.nnodes}", "1")
             return range(1)
         size, first = engine.data_parallel_size, self.data_parallel_start_rank
         num = self.data_parallel_size_local
@@ -158,6 +157,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"data_parallel_size_local = {num}: a headless host must leave at least one of "
                 f"data_parallel_size = {size} to the master"
             )
+        if num < size:
+            _check_balancer(engine, f"data_parallel_size_local = {num}", str(size))
         ports = 2 * size if engine.lockstep else size
         if num < size and self.data_parallel_rpc_port + ports - 1 > _LAST_PORT:
             raise ConfigError(
@@ -247,11 +248,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"node_rank = {self.node_rank}: node 0 serves HTTP, and all others are headless; "
                 f"{'leave --headless away here' if self.headless else 'add --headless here'}"
             )
-        if engine.device not in _SPANNING:
-            raise ConfigError(
-                f"nnodes = {num}: workers on several hosts need device "
-                f"{' or '.join(map(repr, _SPANNING))}; this engine's is {engine.device!r}"
-            )
         if workers % num:
             raise ConfigError(
                 f"nnodes = {num}: tensor_parallel_size x pipeline_parallel_size = {workers} "
@@ -316,3 +312,12 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
         if self.config.headless:
             return self
         return msgspec.structs.replace(self, session=secrets.token_hex(8))
+
+
+def _check_balancer(engine: EngineConfig, option: str, other: str) -> None:
+    """Raises ConfigError: on devices it moves experts among those of one host."""
+    if engine.enable_eplb and engine.device == "cuda":
+        raise ConfigError(
+            f"enable_eplb = True: on device 'cuda' experts are moved between the devices of one "
+            f"host; {option} must be {other}, or enable_eplb False"
+        )

@@ -76,7 +76,7 @@ ALIKE = (
 # Likewise, where replicas step together.
 ALIKE_IN_STEP = ("tensor_parallel_size", "enable_eplb", "eplb_config", "enforce_eager")
 # Likewise, of those that share one engine; and nnodes.
-ALIKE_IN_NODES = (*ALIKE, *ALIKE_IN_STEP, "pipeline_parallel_size")
+ALIKE_IN_NODES = (*ALIKE, *ALIKE_IN_STEP, "pipeline_parallel_size", "enforce_eager")
 
 
 class Hello(Message, tag="hello"):

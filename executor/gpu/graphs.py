@@ -4,6 +4,10 @@
               batches whose sampling is plain (Sampler.is_plain)
     forward   up to the logits; sampling follows outside. For the longest bound alone
 
+Only one rank of several knows whether a batch's sampling is plain; the others replay whole graphs
+whatever it does. NCCL wants a launch in a graph on all ranks or on none, and in the same one. So
+where there are such launches no graph is whole, and there is a forward graph for each bound.
+
 How many sequences a step may have more than are in it is what `batch_sizes` leaves between its
 numbers; the rest are inert. The bounds are for attention of one sequence, which cuts its context
 into splits: a graph keeps its grid, and one made for the longest context would have too many
@@ -95,9 +99,14 @@ def measure_graphs(
 
 
 class DecodeGraphs:
-    """shape: two bounds are one to a size for which it says the same of both."""
+    """shape: two bounds are one to a size for which it says the same of both. fuses: whether there
+    are whole ones.
+    """
 
-    def __init__(self, sizes: list[int], bounds: list[int], shape: Shape) -> None:
+    def __init__(
+        self, sizes: list[int], bounds: list[int], shape: Shape, fuses: bool = True
+    ) -> None:
+        self._fuses = fuses
         self._sizes = [size for size in sizes if size <= LARGEST]
         self._longest = bounds[-1]
         self._bounds = {size: distinct_bounds(size, bounds, shape) for size in self._sizes}
@@ -111,8 +120,9 @@ class DecodeGraphs:
         """(size, bound, whole) of every graph, the largest first."""
         for size in reversed(self._sizes):
             for bound in sorted(set(self._bounds[size].values()), reverse=True):
-                yield size, bound, True
-            yield size, self._longest, False
+                yield size, bound, self._fuses
+            if self._fuses:
+                yield size, self._longest, False
 
     def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
         """All of them, on the stream on which everything runs. `run` launches a step; its kernels
@@ -141,4 +151,7 @@ class DecodeGraphs:
         """
         if size not in self._bounds:
             return None
-        return self._graphs[size, self._bounds[size][bound] if whole else self._longest, whole]
+        if self._fuses and not whole:
+            return self._graphs[size, self._longest, False]
+        assert self._fuses or not whole
+        return self._graphs[size, self._bounds[size][bound], whole]

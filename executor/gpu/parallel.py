@@ -10,7 +10,7 @@ Every rank launches the same of it, in the same order (also while it warms up, o
 What is short goes through memory of each rank that the others have mapped, in a kernel that may do
 what follows, too (kernels/gpu/all_reduce.py). Sums of long steps are NCCL's. Whatever a graph
 holds is short: NCCL's launches by way of torch are on a stream of their own, between which and ours
-no launch can be programmatic.
+no launch can be programmatic. Ranks on several hosts map nothing: nccl_group.py has theirs.
 
 A sum is of what the ranks have in the model's type, added up in float32 with the residual and
 rounded once. A long one is rounded before the residual is added, too, as it is with one rank.
@@ -94,12 +94,14 @@ class Memory(NamedTuple):
 
 class DeviceGroup(Protocol):
     """rank: this process's. size: how many there are; with one, nothing is called. most_tokens: of
-    steps whose sums are short, which a graph may hold.
+    steps that a graph may hold. programmatic: whether its launches are kernels of ours alone, which
+    may be programmatic, and in a graph on one rank while another makes them one by one.
     """
 
     rank: int
     size: int
     most_tokens: int
+    programmatic: bool
 
     def place(self, which: int, update_TH: torch.Tensor) -> torch.Tensor:
         """Where a product that is part of a sum is to be written: like update, or that itself."""
@@ -145,7 +147,7 @@ class DeviceGroup(Protocol):
 class Alone:
     """A group of one."""
 
-    rank, size, most_tokens = 0, 1, sys.maxsize
+    rank, size, most_tokens, programmatic = 0, 1, sys.maxsize, True
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -157,6 +159,8 @@ class Alone:
 
 class PeerGroup:
     """long_sum: adds up a tensor of all ranks in place; None if there are no long steps."""
+
+    programmatic = True
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ waits for the device, so steps follow each other there without a pause. Tokens a
 event has passed.
 
 A rank of several runs its part of each step, and gets the tokens that rank 0 samples on the device
-(parallel.py). It copies them back, too: so no rank is ahead of its own steps. Replicas that share
-experts meet before each launch (lockstep.py). A stage of several (stages.py) ends its steps where
-the next stage's begin, and answers no tokens before the last one.
+(parallel.py, hosts.py). It copies them back, too: so no rank is ahead of its own steps. Replicas
+that share experts meet before each launch (lockstep.py). A stage of several (stages.py) ends its
+steps where the next stage's begin, and answers no tokens before the last one.
 
 Everything runs on that one stream, eager steps, graphs and their capture alike, so buffers are
 shared and nothing needs another event. On the CPU, which has neither streams nor pinned memory,
@@ -43,7 +43,7 @@ from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder
 from .description import describe
 from .device_experts import Carrier, GroupCarrier
-from .devices import check_split, find_device
+from .devices import check_split
 from .expert_watch import ExpertWatch
 from .graphs import (
     DecodeGraphs,
@@ -53,6 +53,7 @@ from .graphs import (
     distinct_bounds,
     measure_graphs,
 )
+from .hosts import device_here
 from .lockstep import Lockstep
 from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
 from .parallel import Alone, AnySampler, DeviceGroup, PeerGroup, Shape, make_sampler
@@ -70,9 +71,8 @@ log = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """rank: the worker's number. device: if not its own. join, join_stages: as in joining.py, or
-    replica_joining.py. others: as make_runner has them. carrier: of experts' weights, if not
-    torch's group.
+    """rank: the worker's number. device, join, join_stages (joining.py, replica_joining.py) and
+    carrier (device_experts.py): if not its own. others: as make_runner has them.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class GpuModelRunner:
         self._rows: RowGroup | None = None
         self._lockstep: Lockstep | None = None
         self._stage = GpuStage(self._position)
-        self._device = device or find_device(rank - self._others.first, engine, config.num_workers)
-        self._join_stages = join_stages or partial(
-            joining.join_stages, config, rank, group_fd, device=self._device
-        )
+        self._hosts = None if config.lockstep else others
+        self._device = device or device_here(config, rank, engine, others)
+        place = {"device": self._device, "others": self._hosts}
+        join_own = partial(joining.join_stages, config, rank, group_fd, **place)
+        self._join_stages = join_stages or join_own
         self._carrier = carrier or GroupCarrier()
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
@@ -138,9 +139,9 @@ class GpuModelRunner:
         with memory.room_for("activations"):
             self._make_buffers()
             self._decoder.set_cache(1)
-            warm_up = WarmUp(
-                self._batch, self._decoder, self._sampler, self._bounds_of, self._uses_graphs
-            )
+            programmatic = self._uses_graphs and self._exchange.programmatic
+            parts = self._batch, self._decoder, self._sampler
+            warm_up = WarmUp(*parts, self._bounds_of, programmatic)
             if server is not None:
                 tell = partial(progress, "compiling kernels")
                 self._kernels = compile_variants(server, warm_up.variants, tell)
@@ -165,6 +166,11 @@ class GpuModelRunner:
 
     def _attention_of(self, size: int, bound: int) -> Hashable:
         return launches_of(size, bound, self._decoder.config, self._decoder.cache_dtype)
+
+    @property
+    def _exchange(self) -> RowGroup | DeviceGroup | Alone:
+        """With whom this one has a step in common, launch by launch."""
+        return self._rows or self._group
 
     @property
     def _uses_graphs(self) -> bool:
@@ -223,11 +229,12 @@ class GpuModelRunner:
             self._lockstep = Lockstep(ranks, self._group_fd, batch.pad, timeout, links)
             self._group, self._rows = self._join(shape)
             self._rows.num_tokens_N = batch.num_tokens(self._rows.size)
-        elif self._position.count > 1:
+        elif self._position.count > 1 or self._hosts is not None:
             self._group, self._stage = self._join_stages(shape)
             self._stage.bind(batch)
         elif self._size > 1:
             self._group = self._join(shape)
+        self._fuses = self._exchange.programmatic and not self._stage.crosses
         self._decoder.bind(batch, spec.max_model_len, self._group, self._rows, self._stage)
         self._sampler: AnySampler | NoSampler = NoSampler()
         if self._stage.is_last:
@@ -270,10 +277,10 @@ class GpuModelRunner:
 
     def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """None of them captured."""
-        most = min(self._batch.max_tokens, (self._rows or self._group).most_tokens)
-        counts = token_counts(most, self._decoder.num_bytes)
+        most = min(self._batch.max_tokens, self._exchange.most_tokens)
+        counts = token_counts(*self._stage.agree(most, self._decoder.num_bytes))
         return (
-            DecodeGraphs(self._sizes, self._bounds, self._attention_of),
+            DecodeGraphs(self._sizes, self._bounds, self._attention_of, self._fuses),
             MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
         )
 
@@ -309,9 +316,8 @@ class GpuModelRunner:
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
         types = self._dtype, str(self._scheme or "none")
         num_graphs = len(self._graphs or ()) + len(self._mixed_graphs or ())
-        told = describe(
-            self._config, self._device, self._decoder, *types, terms, num_blocks, num_graphs
-        )
+        parts = self._config, self._device, self._decoder
+        told = describe(*parts, *types, terms, num_blocks, num_graphs)
         self._details = {**told, **self._kernels, **seconds}
         log.info("memory of %s: %s", self._device, told["memory"])
 
@@ -323,7 +329,7 @@ class GpuModelRunner:
 
     def leave(self) -> None:
         with torch.cuda.stream(self._stream):
-            (self._rows or self._group).leave()
+            self._exchange.leave()
             self._stage.leave()
         if self._lockstep is not None:
             self._lockstep.leave()
@@ -382,11 +388,11 @@ class GpuModelRunner:
             batch.apply_changes()
         else:
             plain = self._sampler.is_plain(step.sampled)
-            replayed = self._replay(step, plain)
-            if not replayed:
+            whole = plain and self._fuses
+            if not (replayed := self._replay(step, whole)):
                 self._run(step, tiles, mixed)
             if answers:
-                if not (replayed and plain):
+                if not (replayed and whole):
                     self._sample(step, plain, pending)
                 if asks:
                     pending.prompts = self._prompt_logprobs.launch(step)
@@ -415,12 +421,12 @@ class GpuModelRunner:
     def _tiles(self, count: int) -> torch.Tensor | None:
         return self._batch.view(self._batch.tail, 2, count) if count else None
 
-    def _replay(self, step: Step, plain: bool) -> bool:
+    def _replay(self, step: Step, whole: bool) -> bool:
         """Run the graph of a decode step, if there is one."""
         if self._graphs is None or not step.is_decode:
             return False
         bound = at_least(self._bounds, step.longest)
-        graph = self._graphs.find(step.decodes, bound, plain)
+        graph = self._graphs.find(step.decodes, bound, whole)
         if graph is None:
             return False
         graph.replay()
@@ -453,8 +459,7 @@ class GpuModelRunner:
         bound = self._bounds[-1] if mixed.decodes else 0
         return Work(mixed.tokens, mixed.decodes, bound, self._tiles(mixed.tiles))
 
-    def _samples(self, step: Step) -> int:
-        """Padded: a decode step's are its sequences."""
+    def _samples(self, step: Step) -> int:  # padded: a decode step's are its sequences
         return step.decodes if step.is_decode else at_least(self._sizes, len(step.sampled))
 
     def _sample(self, step: Step, plain: bool, pending: GpuPending) -> None:
@@ -487,9 +492,9 @@ class GpuModelRunner:
 
     def _run_decode(self, size: int, bound: int, whole: bool) -> None:
         """What a graph is captured from."""
-        work = Work(size, size, bound)
-        self._batch.prepare_decode(size, pdl=True)
-        self._decoder.forward(work, pdl=True)
-        self._decoder.logits(self._batch.last_N[:size], work, pdl=True)
+        work, pdl = Work(size, size, bound), self._exchange.programmatic
+        self._batch.prepare_decode(size, pdl)
+        self._decoder.forward(work, pdl=pdl)
+        self._decoder.logits(self._batch.last_N[:size], work, pdl)
         if whole and self._stage.is_last:
-            self._sample_plain(size, pdl=True)
+            self._sample_plain(size, pdl)

@@ -12,9 +12,9 @@ Worker r of P x T is rank r % T of stage r // T, and has device r of its replica
 
 The host never waits for another stage, so a stage launches all of its steps, as far as plans go.
 
-A worker's memory that the others have mapped: what the ranks of its stage exchange (parallel.py),
-if there are several, then its end of the pipes. It is of one size everywhere, so the first stage
-has a ring that nobody uses.
+A worker's memory that the others of its host have mapped: what the ranks of its stage exchange
+(parallel.py), if there are several, then its end of the pipes. It is of one size everywhere, so the
+first stage has a ring that nobody uses. Workers on several hosts: hosts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import mmap
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,14 +31,60 @@ from ...kernels.gpu import stage_pipe as kernels
 from ...kernels.gpu.all_reduce import ALIGNMENT
 from ...mq.config import EngineConfig
 from ...mq.messages import NewSequence, StepPlan
-from ..sampled_tokens import Tokens
+from ..sampled_tokens import TokenLink, Tokens
 from ..stages import WHOLE, Position
 from .batch import GpuBatch, Ints
 from .devices import check_access, check_ranks
 from .parallel import Alone, DeviceGroup, Layout, Memory, PeerGroup, Shape, map_devices, meet
 from .token_mail import TokenMail, mail_bytes
 
-Pipe = kernels.Pipe
+Agree = Callable[[int, int], tuple[int, int]]
+
+
+class StagePipe(Protocol):
+    """One end. crosses: the other one is on another host, and takes as many rows of an item. While
+    it isn't open, nothing is handed on: see GpuStage.
+    """
+
+    crosses: bool
+
+    def receive(self, out_TH: torch.Tensor, is_open: bool, pdl: bool) -> None:
+        """The next item."""
+
+    def send(
+        self,
+        residual_TH: torch.Tensor,
+        update_TH: torch.Tensor | None,
+        update_weight_H: torch.Tensor | None,
+        eps: float,
+        is_open: bool,
+        pdl: bool,
+    ) -> None:
+        """As `send` (kernels/gpu/stage_pipe.py)."""
+
+
+class PeerPipe:
+    """Between devices of one host."""
+
+    crosses = False
+
+    def __init__(self, end: kernels.Pipe) -> None:
+        self.end = end
+
+    def receive(self, out_TH: torch.Tensor, is_open: bool, pdl: bool) -> None:
+        kernels.receive(self.end, out_TH, is_open=is_open, pdl=pdl)
+
+    def send(
+        self,
+        residual_TH: torch.Tensor,
+        update_TH: torch.Tensor | None,
+        update_weight_H: torch.Tensor | None,
+        eps: float,
+        is_open: bool,
+        pdl: bool,
+    ) -> None:
+        item = residual_TH, update_TH, update_weight_H, eps
+        kernels.send(self.end, *item, is_open=is_open, pdl=pdl)
 
 
 class GpuStage:
@@ -52,20 +98,39 @@ class GpuStage:
     def __init__(
         self,
         position: Position = WHOLE,
-        inlet: Pipe | None = None,
-        outlet: Pipe | None = None,
-        mail: TokenMail | None = None,
+        inlet: StagePipe | None = None,
+        outlet: StagePipe | None = None,
+        mail: TokenLink | None = None,
         memory: torch.Tensor | None = None,
-        close: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        """memory: this worker's, which is there as long as its stage."""
+        """memory: this worker's, which is there as long as its stage. leave, agree: below."""
         self.is_first, self.is_last = position.is_first, position.is_last
         self._inlet, self._outlet = inlet, outlet
-        self._mail, self._memory, self._close = mail, memory, close
+        self._mail, self._memory, self._leave, self._agree = mail, memory, leave, agree
         self._is_open = False
         self._tokens: Tokens | None = None
 
+    def agree(self, most_tokens: int, weight_bytes: int) -> tuple[int, int]:
+        """Of all workers the fewest tokens and the most bytes, by which graphs are planned, where
+        all must have graphs of the same sizes.
+        """
+        if self._agree is None:
+            return most_tokens, weight_bytes
+        return self._agree(most_tokens, weight_bytes)
+
+    def leave(self) -> None:
+        """After the last step."""
+        if self._leave is not None:
+            self._leave()
+
     # --- the residual stream
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it is handed on by NCCL, on either side."""
+        return any(pipe is not None and pipe.crosses for pipe in (self._inlet, self._outlet))
 
     def open(self) -> None:
         self._is_open = True
@@ -73,7 +138,7 @@ class GpuStage:
     def receive(self, out_TH: torch.Tensor, pdl: bool) -> None:
         """Not on the first stage."""
         assert self._inlet is not None
-        kernels.receive(self._inlet, out_TH, is_open=self._is_open, pdl=pdl)
+        self._inlet.receive(out_TH, self._is_open, pdl)
 
     def send(
         self,
@@ -85,15 +150,7 @@ class GpuStage:
     ) -> None:
         """Not on the last stage. update: what is still to be added, or None."""
         assert self._outlet is not None
-        kernels.send(
-            self._outlet,
-            residual_TH,
-            update_TH,
-            update_weight_H,
-            eps,
-            is_open=self._is_open,
-            pdl=pdl,
-        )
+        self._outlet.send(residual_TH, update_TH, update_weight_H, eps, self._is_open, pdl)
 
     # --- tokens
 
@@ -115,12 +172,6 @@ class GpuStage:
         """The tokens of a step are on this host, of the last stage."""
         if self._tokens is not None:
             self._tokens.after(rows, tokens)
-
-    def leave(self) -> None:
-        if self._mail is not None:
-            self._mail.leave()
-        if self._close is not None:
-            self._close()
 
 
 class _Heard:
@@ -164,15 +215,32 @@ class Place(NamedTuple):
 
 
 class Plan:
-    """Where a worker is, and what it shares with the others."""
+    """Where a worker is, and what it shares with the others of its host. members: the ranks of its
+    stage, by their numbers among all workers.
+    """
 
-    def __init__(self, config: EngineConfig, worker: int, shape: Shape, has_long: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: int,
+        shape: Shape,
+        has_long: bool,
+        here: range | None = None,
+    ) -> None:
+        """here: the workers of its host; by default all."""
         self.stages, self.ranks = config.pipeline_parallel_size, config.tensor_parallel_size
         self.worker, self.workers = worker, config.num_workers
+        self.here = here or range(self.workers)
         self.number, self.rank = divmod(worker, self.ranks)
         self.position = Position(self.number, self.stages)
+        self.members = self.members_of(self.number)
+        self.stages_here = [
+            number for number in range(self.stages) if self.are_here(*self.members_of(number))
+        ]
         self.shape = shape
-        self.layout = Layout(shape, self.ranks, has_long) if self.ranks > 1 else None
+        self.layout = None
+        if self.ranks > 1 and self.stages_here:
+            self.layout = Layout(shape, self.ranks, has_long)
         self.slots = 1 << (config.most_steps_in_flight - 1).bit_length()
         self._pipe = _rounded(self.layout.num_bytes if self.layout else 0, ALIGNMENT)
         row = shape.hidden * shape.dtype.itemsize
@@ -181,16 +249,31 @@ class Plan:
         self.mail = readers, config.most_steps_in_flight, shape.samples
         self.timeout = config.startup_timeout
 
+    def members_of(self, stage: int) -> range:
+        return range(stage * self.ranks, (stage + 1) * self.ranks)
+
+    def are_here(self, *workers: int) -> bool:
+        return all(worker in self.here for worker in workers)
+
     @property
     def is_output(self) -> bool:
         return self.position.is_last and not self.rank
 
+    @property
+    def hears(self) -> bool:
+        """Whether it has an end of what tokens go through."""
+        return self.is_output or not self.position.is_last
+
+    @property
+    def reader(self) -> int | None:
+        """Its number among those who hear tokens; None for who tells them."""
+        return None if self.position.is_last else self.worker
+
     def open_mail(self, memory_fd: int, offset: int = 0) -> TokenMail | None:
         """None for who has none."""
-        if self.position.is_last and self.rank:
+        if not self.hears:
             return None
-        reader = None if self.position.is_last else self.worker
-        return TokenMail(memory_fd, self.mail, reader, self.timeout, offset)
+        return TokenMail(memory_fd, self.mail, self.reader, self.timeout, offset)
 
     def place(
         self,
@@ -199,35 +282,53 @@ class Plan:
         add_up: Callable[[torch.Tensor], None] | None = None,
         close: Callable[[], None] | None = None,
     ) -> Place:
-        """memory: of all workers. add_up: a tensor of the stage's ranks."""
+        """Of workers on one host. memory: of all. add_up: a tensor of the stage's ranks."""
         group: DeviceGroup | Alone = Alone()
-        if self.layout is not None:
-            first = self.number * self.ranks
-            own = memory.own[: self.layout.num_bytes]
-            peers = Memory(own, memory.addresses[first : first + self.ranks])
-            group = PeerGroup(self.rank, self.shape, self.layout, peers, add_up)
-        inlet = outlet = None
-        if not self.position.is_first:
-            inlet = self._end(memory, self.worker - self.ranks)
-        if not self.position.is_last:
-            outlet = self._end(memory, self.worker)
-        stage = GpuStage(self.position, inlet, outlet, mail, memory.own, close)
-        return Place(group, stage)
+        if self.ranks > 1:
+            group = self.group(memory, add_up)
+        inlet = None if self.position.is_first else self.inlet(memory)
+        outlet = None if self.position.is_last else self.outlet(memory)
 
-    def _end(self, memory: Memory, sender: int) -> Pipe:
+        def leave() -> None:
+            if mail is not None:
+                mail.leave()
+            if close is not None:
+                close()
+
+        return Place(group, GpuStage(self.position, inlet, outlet, mail, memory.own, leave))
+
+    def group(self, memory: Memory, add_up: Callable[[torch.Tensor], None] | None) -> PeerGroup:
+        """The ranks of its stage, which are here."""
+        assert self.layout is not None
+        own = memory.own[: self.layout.num_bytes]
+        first = self.members.start - self.here.start
+        peers = Memory(own, memory.addresses[first : first + self.ranks])
+        return PeerGroup(self.rank, self.shape, self.layout, peers, add_up)
+
+    def inlet(self, memory: Memory) -> PeerPipe:
+        """From the stage before, whose worker is here."""
+        return self._end(memory, self.worker - self.ranks)
+
+    def outlet(self, memory: Memory) -> PeerPipe:
+        """Likewise to the next stage."""
+        return self._end(memory, self.worker)
+
+    def _end(self, memory: Memory, sender: int) -> PeerPipe:
         device = memory.own.device
         inbox, outbox = (
-            torch.tensor([memory.addresses[worker] + self._pipe], device=device)
+            torch.tensor([memory.addresses[worker - self.here.start] + self._pipe], device=device)
             for worker in (sender + self.ranks, sender)
         )
         launches = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=device)
-        return Pipe(inbox, outbox, launches, self.slots, self.shape.tokens)
+        return PeerPipe(kernels.Pipe(inbox, outbox, launches, self.slots, self.shape.tokens))
 
 
 def join_devices(
     config: EngineConfig, worker: int, group_fd: int, shape: Shape, device: torch.device
 ) -> Place:
-    """Workers find each other in an anonymous file, empty at first, that only they have."""
+    """Workers of one host find each other in an anonymous file, empty at first, that only they
+    have.
+    """
     check_ranks(config.tensor_parallel_size)
     option = f"pipeline_parallel_size = {config.pipeline_parallel_size}"
     check_access(option, device.index - worker, config.num_workers)
@@ -239,8 +340,7 @@ def join_devices(
         mapped = map_devices(store, worker, plan.workers, plan.num_bytes, device, plan.timeout)
     finally:
         os.close(fd)
-    add_up = _sums_of_stage(plan) if plan.ranks > 1 else None
-    return plan.place(mapped.memory, mail, add_up, mapped.close)
+    return plan.place(mapped.memory, mail, sums_of_stages(plan), mapped.close)
 
 
 def mail_fd(plan: Plan, store: Any) -> int:
@@ -255,15 +355,18 @@ def mail_fd(plan: Plan, store: Any) -> int:
     return fd
 
 
-def _sums_of_stage(plan: Plan) -> Callable[[torch.Tensor], None]:
+def sums_of_stages(plan: Plan) -> Callable[[torch.Tensor], None] | None:
+    """NCCL's of the worker's stage; None if it isn't whole on this host, or has one rank."""
     import torch.distributed as dist
 
-    # All workers make the groups of all stages.
-    groups = [
-        dist.new_group(list(range(stage * plan.ranks, (stage + 1) * plan.ranks)))
-        for stage in range(plan.stages)
-    ]
-    return partial(dist.all_reduce, group=groups[plan.number])
+    if plan.ranks == 1:
+        return None
+    # All workers here make the groups of all stages.
+    first, own = plan.here.start, None
+    for stage in plan.stages_here:
+        group = dist.new_group([worker - first for worker in plan.members_of(stage)])
+        own = group if stage == plan.number else own
+    return None if own is None else partial(dist.all_reduce, group=own)
 
 
 def join_processes(config: EngineConfig, worker: int, group_fd: int, shape: Shape) -> Place:

@@ -31,6 +31,9 @@ stage that has died is waited for in vain: that ends with the process, which the
 
 A pipe that isn't open does nothing at all: so a stage can launch everything once, by itself.
 
+A stage on another host has no memory that can be mapped. `add_update` makes what is sent there, and
+puts what has come from there where it is to be.
+
 Legend: T tokens, H hidden.
 """
 
@@ -66,20 +69,23 @@ def memory_bytes(slots: int, rows: int, row_bytes: int) -> int:
     return FLAGS_BYTES + slots * rows * row_bytes
 
 
-def send_reference(
+def add_update_reference(
     residual_TH: torch.Tensor,
+    out_TH: torch.Tensor,
     update_TH: torch.Tensor | None = None,
     update_weight_H: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> torch.Tensor:
-    """What is sent."""
+    *,
+    pdl: bool = False,
+) -> None:
     if update_TH is None:
-        return residual_TH.clone()
+        out_TH.copy_(residual_TH)
+        return
     update = update_TH.float()
     if update_weight_H is not None:
         update = update * torch.rsqrt(update.square().mean(-1, keepdim=True) + eps)
         update = update * update_weight_H
-    return (residual_TH.float() + update).to(residual_TH.dtype)
+    out_TH.copy_(residual_TH.float() + update)
 
 
 def send(
@@ -117,6 +123,44 @@ def send(
         BLOCK=triton.next_power_of_2(size),
         SLOTS=pipe.slots,
         FLAGS=FLAGS_BYTES,
+        PDL=pdl,
+        num_warps=warps_of(size),
+        launch_pdl=pdl,
+    )
+
+
+def add_update(
+    residual_TH: torch.Tensor,
+    out_TH: torch.Tensor,
+    update_TH: torch.Tensor | None = None,
+    update_weight_H: torch.Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    pdl: bool = False,
+) -> None:
+    """out = the residual stream with the last update added, which is what `send` sends."""
+    tokens, size = residual_TH.shape
+    for name, tensor in (("residual", residual_TH), ("update", update_TH), ("out", out_TH)):
+        if tensor is None:
+            continue
+        if tensor.shape != residual_TH.shape or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} of strides {tensor.stride()}; it must be "
+                f"{(tokens, size)}, with rows in one piece"
+            )
+    if size > MAX_HIDDEN:
+        raise ValueError(f"rows of {size}; at most {MAX_HIDDEN}")
+    _add_update_kernel[(tokens,)](
+        residual_TH,
+        update_TH,
+        update_weight_H,
+        out_TH,
+        residual_TH.stride(0),
+        0 if update_TH is None else update_TH.stride(0),
+        out_TH.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
         PDL=pdl,
         num_warps=warps_of(size),
         launch_pdl=pdl,
@@ -179,6 +223,46 @@ def _slot(inbox, item, slot_size, FLAGS: tl.constexpr, SLOTS: tl.constexpr, TYPE
     return tl.multiple_of(ring, 16) + (item & (SLOTS - 1)).to(tl.int64) * slot_size
 
 
+@triton.jit
+def _added(residual, update, update_place, update_weight, eps, h, inside, SIZE: tl.constexpr):
+    """A row of what is sent."""
+    values = tl.load(residual + h, mask=inside, other=0.0)
+    if update is not None:
+        added = tl.load(update + update_place + h, mask=inside, other=0.0).to(tl.float32)
+        if update_weight is not None:
+            scales = tl.load(update_weight + h, mask=inside, other=0.0)
+            added *= tl.rsqrt(tl.sum(added * added) / SIZE + eps) * scales
+        values = (values.to(tl.float32) + added).to(residual.dtype.element_ty)
+    return values
+
+
+@triton.jit
+def _add_update_kernel(
+    residual,
+    update,
+    update_weight,
+    out,
+    residual_stride,
+    update_stride,
+    out_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    inside = h < SIZE
+    values = _added(
+        residual + row * residual_stride, update, row * update_stride, update_weight, eps,
+        h, inside, SIZE,
+    )  # fmt: skip
+    tl.store(out + row * out_stride + h, values, mask=inside)
+
+
 @triton.jit(do_not_specialize=["is_open", "rows"])
 def _send_kernel(
     inbox,
@@ -211,14 +295,10 @@ def _send_kernel(
         slot = _slot(inbox, item, slot_size, FLAGS, SLOTS, residual.dtype.element_ty)
         row = program.to(tl.int64)
         while row < rows:
-            values = tl.load(residual + row * residual_stride + h, mask=inside, other=0.0)
-            if update is not None:
-                added = tl.load(update + row * update_stride + h, mask=inside, other=0.0)
-                added = added.to(tl.float32)
-                if update_weight is not None:
-                    scales = tl.load(update_weight + h, mask=inside, other=0.0)
-                    added *= tl.rsqrt(tl.sum(added * added) / SIZE + eps) * scales
-                values = (values.to(tl.float32) + added).to(residual.dtype.element_ty)
+            values = _added(
+                residual + row * residual_stride, update, row * update_stride, update_weight, eps,
+                h, inside, SIZE,
+            )  # fmt: skip
             tl.store(slot + row * SIZE + h, values, mask=inside)
             row += programs
         _raise(_flag(inbox, 0, program), item + 1)  # read in _receive_kernel

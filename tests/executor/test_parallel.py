@@ -153,6 +153,20 @@ def test_barriers(memory_fd):
     assert [turn for turn, _ in came] == sorted(turn for turn, _ in came)
 
 
+def test_ranks_share_a_file_with_those_of_their_host(memory_fd):
+    """Two and two, whose hosts here are one."""
+
+    def act(group):
+        fd = group.share_file(group.rank // 2 * 2)
+        os.pwrite(fd, b"%d" % group.rank, group.rank)
+        group.barrier()
+        found = os.pread(fd, 9, 0)
+        os.close(fd)
+        return found
+
+    assert on_every_rank(4, memory_fd, act) == [b"01", b"01", b"\0\00023", b"\0\00023"]
+
+
 def test_who_is_missing_is_named(memory_fd):
     def act(group):
         raise AssertionError("not all are here")

@@ -111,6 +111,21 @@ def test_on_cuda_they_may_be_on_several_hosts():
     assert config(data_parallel_size_local=2).local_ranks(together) == range(2)
 
 
+@pytest.mark.parametrize(
+    ("options", "of_engine", "reason"),
+    [
+        ({"data_parallel_size_local": 1}, {"data_parallel_size": 2}, "_local = 1 must be 2"),
+        ({"nnodes": 2}, {"tensor_parallel_size": 2}, "nnodes = 2 must be 1"),
+    ],
+)
+def test_experts_on_devices_are_balanced_within_one_host(options, of_engine, reason):
+    of_engine = of_engine | {"enable_expert_parallel": True, "enable_eplb": True}
+    config = build(ClusterConfig, options)
+    assert config.local_ranks(build(EngineConfig, of_engine | {"device": "cpu"}))
+    with pytest.raises(ConfigError, match=reason):
+        config.local_ranks(build(EngineConfig, of_engine | {"device": "cuda"}))
+
+
 def test_only_a_secret_opens_an_address():
     assert config().ip() == "127.0.0.1"
     assert config().keys() is None
@@ -149,6 +164,11 @@ def test_every_node_has_its_share_of_the_workers():
     assert not ClusterPlace(config=config(), first=0, num=1, session="s").spans
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "fake"])
+def test_workers_of_any_device_may_be_on_several_hosts(device):
+    assert config(nnodes=2).local_ranks(shared(device=device)) == range(1)
+
+
 @pytest.mark.parametrize(
     ("options", "of_engine", "reason"),
     [
@@ -157,7 +177,6 @@ def test_every_node_has_its_share_of_the_workers():
         ({"nnodes": 2, "headless": True}, {}, "node_rank = 0: .* leave --headless away"),
         ({"nnodes": 3}, {}, "nnodes = 3: .* = 8 workers can't be dealt evenly"),
         ({"nnodes": 3, "master_port": 65535}, {"tensor_parallel_size": 3}, "at most 65534"),
-        ({"nnodes": 2}, {"device": "cuda", "pipeline_parallel_size": 1}, "'cpu' or 'fake'; .*cuda"),
         ({"nnodes": 2}, {"data_parallel_size": 2}, "data_parallel_size = 2: with nnodes = 2 it"),
         ({"nnodes": 2}, {"torch_profiler_dir": "x"}, "torch_profiler_dir = 'x': .*must be None"),
         (

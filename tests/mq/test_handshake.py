@@ -142,6 +142,7 @@ OF_SHARED = values_of(SHARED, ALIKE_IN_NODES)
         ({}, {"nnodes": 2}, "nnodes = 2 on the node and 4 on the master: must be alike"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size = 2 on the node and 4"),
         ({}, {"enable_eplb": True}, "enable_eplb = True on the node and False on the master"),
+        ({}, {"enforce_eager": True}, "enforce_eager = True on the node and False on the master"),
         ({"fingerprint": "x"}, {}, "their files differ"),
     ],
 )

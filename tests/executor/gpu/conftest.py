@@ -17,7 +17,7 @@ from kernels.gpu.devices import DEVICE
 from safetensors.torch import save_file
 
 from ringcast.executor.cpu_runner import CpuModelRunner
-from ringcast.executor.gpu import attention, decoder, experts, linears, sampler
+from ringcast.executor.gpu import attention, decoder, experts, linears, nccl_group, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
 from ringcast.kernels.gpu import (
@@ -314,6 +314,7 @@ KERNELS = {
     ),
     decoder: ("add_rms_norm", "embed", "few_linear", "gated_activation", "rms_norm"),
     experts: ("combine", "expert_down", "expert_gate_up"),
+    nccl_group: ("add_rms_norm", "add_update"),
     sampler: ("sample_plain",),
     step: ("append_tokens", "apply_changes", "lay_out_tokens"),
 }

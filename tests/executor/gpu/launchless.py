@@ -12,11 +12,13 @@ that needs the driver's library.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,18 +35,23 @@ from ringcast.executor.gpu import compile_ahead, nccl, parallel
 from ringcast.executor.gpu import runner as runner_module
 from ringcast.executor.gpu.batch import Step
 from ringcast.executor.gpu.compile_ahead import CompileServer, Job, Order, jobs_of
-from ringcast.executor.gpu.graphs import LARGEST, DecodeGraphs
+from ringcast.executor.gpu.graphs import LARGEST
 from ringcast.executor.gpu.lockstep import DECODE, MIXED, NOTHING, agree, fit, words_of
+from ringcast.executor.gpu.nccl_group import NcclGroup, NcclPipe
+from ringcast.executor.gpu.parallel import Alone, Shape
 from ringcast.executor.gpu.replicas import Ranks
 from ringcast.executor.gpu.runner import GpuModelRunner
+from ringcast.executor.gpu.stages import GpuStage, Place
 from ringcast.executor.gpu.variants import Variant, collect
 from ringcast.executor.gpu.warm_up import WarmUp
 from ringcast.executor.runner import OtherHosts
+from ringcast.executor.stages import Position
 from ringcast.kernels.gpu.embedding import _embed_kernel
 from ringcast.kernels.gpu.top_mask import _range_kernel
 from ringcast.mq.config import EngineConfig, build
 from ringcast.mq.sampling_params import SamplingParams
 
+CPU = torch.device("cpu")
 TARGET = GPUTarget("cuda", 90, 32)
 OPTIONS: list[SamplingParams] = [
     GREEDY,
@@ -103,6 +110,39 @@ def do_nothing(*tensors: torch.Tensor) -> None:
     pass
 
 
+class LoneRanks:
+    """A Communicator whose other ranks are on another host, and not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        pass
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        pass
+
+    def send(self, x: torch.Tensor, peer: int) -> None:
+        pass
+
+    def receive(self, x: torch.Tensor, peer: int) -> None:
+        pass
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def join_lone_hosts(config: EngineConfig, worker: int, shape: Shape) -> Place:
+    """Each worker is on a host of its own."""
+    size, stages, device = config.tensor_parallel_size, config.pipeline_parallel_size, CPU
+    number, rank = divmod(worker, size)
+    group = NcclGroup(LoneRanks(rank, size), shape, device) if size > 1 else Alone()
+    column, position = LoneRanks(number, stages), Position(number, stages)
+    inlet = None if position.is_first else NcclPipe(column, number - 1, shape, device)
+    outlet = None if position.is_last else NcclPipe(column, number + 1, shape, device)
+    return Place(group, GpuStage(position, inlet, outlet))
+
+
 class NoGraphs:
     """Finds a graph where a device has one; to replay it launches nothing that isn't known."""
 
@@ -121,10 +161,11 @@ def make_runner(
     worker: int = 0,
     size: int = 1,
     others: OtherHosts | None = None,
+    hosts: bool = False,
     **more: Any,
 ) -> tuple[GpuModelRunner, WarmUp]:
     """Loaded up to its first launches. Of several workers or replicas, it is the only one that is
-    there.
+    there. hosts: each of these has a host of its own.
     """
     options = {
         "device": "cuda",
@@ -138,7 +179,11 @@ def make_runner(
     spec = make_model(folder / name, name)
     memory_fd = os.memfd_create("ranks")
     config = build(EngineConfig, options)
-    runner = GpuModelRunner(config, spec, worker, torch.device("cpu"), memory_fd, others=others)
+    place: dict[str, Any] = {"others": others}
+    if hosts:
+        place["others"] = OtherHosts(0, 1)
+        place["join_stages"] = partial(join_lone_hosts, config, worker)
+    runner = GpuModelRunner(config, spec, worker, CPU, memory_fd, **place)
     runner._load_weights(lambda *_: None)
     runner._make_buffers()
     runner._stage._tokens = None  # nobody tells, and nobody hears
@@ -146,7 +191,8 @@ def make_runner(
     runner._decoder.set_cache(NUM_BLOCKS)
     runner._graphs = NoGraphs() if graphs else None
     parts = (runner._batch, runner._decoder, runner._sampler)
-    return runner, WarmUp(*parts, runner._bounds_of, programmatic=graphs)
+    programmatic = graphs and runner._exchange.programmatic
+    return runner, WarmUp(*parts, runner._bounds_of, programmatic)
 
 
 def steps_of(runner: GpuModelRunner) -> None:
@@ -171,7 +217,7 @@ def steps_of(runner: GpuModelRunner) -> None:
 
 @torch.inference_mode()
 def graphs_of(runner: GpuModelRunner) -> None:
-    for kind in DecodeGraphs(runner._sizes, runner._bounds, runner._attention_of).kinds():
+    for kind in runner._plan_graphs()[0].kinds():
         runner._run_decode(*kind)
 
 
@@ -188,6 +234,9 @@ def check_steps(folder: Path) -> dict[str, Any]:
     elsewhere = [shared | {"others": OtherHosts(0, size, "host")} for size in (1, 2)]
     ranks += [("mixtral", True, 0, 1, elsewhere[0]), ("mixtral", True, 0, 2, elsewhere[1])]
     ranks += [("gemma3", True, 1, 1, {"pipeline_parallel_size": 3})]
+    hosts = {"hosts": True}
+    ranks += [("gemma3", True, 1, 1, {"pipeline_parallel_size": 3} | hosts)]
+    ranks += [("qwen3", True, rank, 2, hosts) for rank in (0, 1)]
     for name, graphs, worker, size, more in alone + ranks:
         runner, warm_up = make_runner(name, folder, graphs, worker, size, **more)
         with torch.inference_mode():

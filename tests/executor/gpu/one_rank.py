@@ -34,9 +34,12 @@ from executor.gpu.conftest import (
 )
 from triton import knobs
 
+from executor.gpu import gloo_ranks
+from ringcast.executor.gpu import hosts
 from ringcast.executor.gpu.parallel import Layout, Memory, PeerGroup, Shape
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.gpu.stages import Place, Plan, mail_fd
+from ringcast.executor.runner import OtherHosts
 from ringcast.mq.config import EngineConfig, ModelSpec, build
 from ringcast.mq.sampling_params import SamplingParams
 
@@ -50,7 +53,9 @@ PARAMS = (
 
 
 class Order(msgspec.Struct, frozen=True):
-    """any_params: all kinds of PARAMS in turn; else the first. chunk: tokens of a step at most."""
+    """any_params: all kinds of PARAMS in turn; else the first. chunk: tokens of a step at most.
+    hosts: as if workers were on so many.
+    """
 
     spec: ModelSpec
     options: dict[str, Any]
@@ -58,6 +63,7 @@ class Order(msgspec.Struct, frozen=True):
     num_tokens: int
     any_params: bool = False
     chunk: int = 64
+    hosts: int = 1
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -203,6 +209,9 @@ def run_ranks(order: Order, timeout: float) -> list[Answer]:
             numbers = [str(rank), *(f"{a},{b}" for a, b in (files, end))]
             command = [sys.executable, "-P", __file__, *numbers, text]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            if order.hosts > 1:  # or NCCL refuses two workers of one device
+                host = rank * order.hosts // num_workers(order.options)
+                environment |= {"NCCL_HOSTID": f"host {host}"}
             processes.append(
                 subprocess.Popen(command, pass_fds=[*files, *end], env=environment, **pipes)
             )
@@ -235,10 +244,13 @@ def main() -> None:
     size, stages = num_workers(order.options), order.options.get("pipeline_parallel_size", 1)
     place: dict[str, Any] = {}
     device = None
+    if order.hosts > 1:
+        place["others"] = OtherHosts(0, size // order.hosts, "127.0.0.1")
     if order.options["device"] == "cpu":
         device = torch.device("cpu")
         take_few_programs(pytest.MonkeyPatch())
-    elif torch.cuda.device_count() < size:
+        hosts.nccl.connect = gloo_ranks.connect
+    elif order.hosts == 1 and torch.cuda.device_count() < size:
         device = torch.device("cuda", 0)
         place["join"] = partial(join_on_one_device, rank, size, group_fd)
         whole = with_defaults(order.options)
@@ -258,6 +270,7 @@ def main() -> None:
     os.read(reads, 1)
     runner.leave()
     leave_carrier()
+    os._exit(0)  # as a worker ends
 
 
 if __name__ == "__main__":

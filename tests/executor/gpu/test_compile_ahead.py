@@ -36,13 +36,14 @@ def launchless(what: str, folder: Path) -> Any:
 @pytest.mark.slow
 def test_no_step_needs_a_variant_that_warm_up_has_not_collected(tmp_path):
     """With graphs and without, of each family of models; of a rank of two, of a replica, of one
-    rank or two, whose experts others have, too, here or on other hosts; of a stage of three.
+    rank or two, whose experts others have, too, here or on other hosts; of a stage of three, and
+    of workers on several hosts.
     """
     report = launchless("steps", tmp_path)
-    assert len(report) == 21
+    assert len(report) == 24
     for name, each in report.items():
         assert each["new"] == [], name
-        assert each["known"] >= each["used"] > 20
+        assert each["known"] >= each["used"] >= 20
 
 
 @pytest.mark.slow

@@ -33,6 +33,18 @@ def test_a_model_has_fewer_graphs_than_sizes_times_bounds():
     assert kinds[-2:] == [(1, 40961, True), (1, 40961, False)]
 
 
+def test_without_whole_ones_there_is_one_for_each_bound():
+    sizes, bounds = batch_sizes(256), context_bounds(40960)
+    whole = [kind[:2] for kind in DecodeGraphs(sizes, bounds, attention).kinds() if kind[2]]
+    made = DecodeGraphs(sizes, bounds, attention, fuses=False)
+    assert list(made.kinds()) == [(*kind, False) for kind in whole]
+    made._graphs = {kind: kind for kind in made.kinds()}
+    for size in sizes:
+        for bound in bounds:
+            found = made.find(size, bound, False)
+            assert attention(size, found[1]) == attention(size, bound)
+
+
 class Graph:
     def __init__(self, kind: tuple[int, int, bool]) -> None:
         self.kind = kind

@@ -57,6 +57,8 @@ pytestmark = pytest.mark.interpreted  # test_lockstep_on_device.py has devices
 class ThreadRows:
     """A RowGroup by references. seen: the rows of each exchange."""
 
+    programmatic = True
+
     def __init__(self, ranks: Ranks, across: Meeting, everyone: Meeting, shape: Shape) -> None:
         self.rank, self.size = ranks.engine, ranks.replicas
         self._worker, self._across, self._everyone = ranks.worker, across, everyone

@@ -58,7 +58,7 @@ class ThreadGroup:
 
     def __init__(self, rank: int, meeting: Meeting, shape: Shape) -> None:
         self.rank, self.size, self._meeting, self._shape = rank, meeting.size, meeting, shape
-        self.most_tokens = shape.tokens
+        self.most_tokens, self.programmatic = shape.tokens, True
         self._parts = torch.full((3, shape.tokens, shape.hidden), torch.nan, dtype=shape.dtype)
         self._logits = torch.full((shape.samples, shape.vocab), torch.nan, dtype=shape.dtype)
         self.calls: list[str] = []

@@ -171,7 +171,7 @@ def test_nothing_is_handed_on_before_a_stage_is_open(specs, monkeypatch):
             one._batch.prepare_decode(size, pdl=False)
             one._decoder.forward(Work(size, size, 129))
     ends = made[0]._stage._outlet, made[1]._stage._inlet
-    assert not any(end.launches.any() for end in ends)
+    assert not any(pipe.end.launches.any() for pipe in ends)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,7 +10,14 @@ from interpreted_triton import ON_GPU
 from kernels.gpu.devices import DEVICE, DTYPES
 
 from ringcast.kernels.gpu import stage_pipe
-from ringcast.kernels.gpu.stage_pipe import Pipe, memory_bytes, receive, send, send_reference
+from ringcast.kernels.gpu.stage_pipe import (
+    Pipe,
+    add_update,
+    add_update_reference,
+    memory_bytes,
+    receive,
+    send,
+)
 
 LAST = 2**31 - 1  # counts wrap here
 EPS = 1e-5
@@ -66,9 +73,11 @@ def test_the_residual_stream_arrives_with_its_update(kind, rows, size, dtype):
     if kind != "whole":
         extra = (random(rows, size, dtype=dtype), random(size) if kind != "update" else None, EPS)
     send(ends.sender, residual, *extra)
-    out = poison(rows, size, dtype=dtype)
+    out, same, want = (poison(rows, size, dtype=dtype) for _ in range(3))
     receive(ends.receiver, out)
-    want = send_reference(residual, *extra)
+    add_update(residual, same, *extra)
+    assert torch.equal(out, same)
+    add_update_reference(residual, want, *extra)
     tolerance = 0 if kind != "normed update" else {torch.float32: 2e-6}.get(dtype, 1.6e-2)
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
     assert (ends.sent == 1).all()
@@ -142,6 +151,15 @@ def test_nobody_overtakes(who):
     assert not thread.is_alive()
     done = ends.ring[: x.numel()].view(3, 16) if who == "sender" else out
     assert torch.equal(done, x + 1)
+
+
+def test_rows_of_what_is_added_may_be_far_apart():
+    residual, update, out = random(5, 40)[:, :16], random(5, 24)[:, 8:], poison(5, 32)
+    add_update(residual, out[:, :16], update)
+    assert torch.equal(out[:, :16], residual + update)
+    assert out[:, 16:].isnan().all()
+    with pytest.raises(ValueError, match=r"out is \(5, 32\).*must be \(5, 16\)"):
+        add_update(residual, out)
 
 
 def test_what_doesnt_fit_is_refused():
