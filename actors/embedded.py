@@ -23,6 +23,7 @@ from ..mq.config import EngineConfig, ModelSpec
 from .boot import read_fd
 from .control import Control
 from .effects import TellFailed, TellLost
+from .reporter import say
 from .supervisor import Supervisor
 
 
@@ -51,7 +52,7 @@ class ControlReporter:
         pass
 
     def notice(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def back(self, names: Sequence[str], seconds: float) -> None:
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,3 +30,17 @@ class Reporter(Protocol):
     def draining(self, timeout: float) -> None: ...
 
     def failed(self, death: fx.TellFailed) -> None: ...
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def silence() -> None:
+    """Whoever read stderr is gone, which is no reason to end: from now on nobody hears it."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())

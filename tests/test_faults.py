@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
-from serving import Server, gone, serve, until
+from serving import Server, command, gone, serve, until
 from tiny_model import make_tiny_model
 
 from ringcast import LLM, SamplingParams
@@ -223,6 +225,25 @@ def test_restarts_go_on_while_the_server_drains(model):
         os.kill(pids["worker.0"], signal.SIGKILL)
         streams.texts()
         assert server.wait()[0] == 0
+
+
+def test_who_read_its_words_may_go(model):
+    """A server whose stderr is a pipe without a reader goes on, and restarts what dies."""
+    read, write = os.pipe()
+    with open(read) as reader:
+        process = subprocess.Popen(command(model, *FAKE), stderr=write)
+        os.close(write)
+        line = next(line for line in reader if "ready in" in line)
+    try:
+        process.stderr = ()  # for Server, which listens to it
+        server = Server(process, re.search(r"http://[^/]+", line)[0])
+        pids = server.pids()
+        os.kill(pids["worker.0"], signal.SIGKILL)
+        until(lambda: server.all_ready() and server.pids()["worker.0"] != pids["worker.0"], 20)
+        assert server.end(signal.SIGTERM)[0] == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("victim", ["worker.0", "client.0"])

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 
 import pytest
+from ports import free_ports
 from serving import command, serve, until
 from tiny_model import make_tiny_model
 
@@ -25,11 +25,8 @@ def model(tmp_path):
 
 @pytest.fixture
 def options():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     engine = ("--device", "fake", "--load-format", "dummy", "--num-gpu-blocks-override", "64")
-    return (*engine, "-tp", "2", "--nnodes", "2", "--master-port", port)
+    return (*engine, "-tp", "2", "--nnodes", "2", "--master-port", str(free_ports()))
 
 
 @contextlib.contextmanager

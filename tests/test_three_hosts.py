@@ -7,11 +7,11 @@ import contextlib
 import re
 import shlex
 import signal
-import socket
 
 import pytest
 from load import Load
 from namespaces import Program
+from ports import free_ports
 from serving import RINGCAST
 from tiny_model import make_tiny_model
 
@@ -25,9 +25,7 @@ class Hosts:
 
     def __init__(self, folder) -> None:
         self._model = str(make_tiny_model(folder))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = min(probe.getsockname()[1], 65500)
+        self._port = free_ports(8)  # of each rank and its mirror
         self._programs: list[Program] = []
         self.master = self._start("--port", "0", "--data-parallel-size-local", "1")
 

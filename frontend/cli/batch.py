@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from typing import Any
 
 import msgspec
 
+from ...actors.reporter import say
 from ...mq.config import EngineConfig, build
 from ...mq.errors import ConfigError
 from ...mq.server_config import ServerConfig
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             answerer = _make_answerer(args, config, server, limit, progress)
             _answer_all(source, output, answerer, limit, tally, progress)
         else:
-            _say(f"nothing to do: {output.name} has all {source.num_lines:,} answers")
+            say(f"nothing to do: {output.name} has all {source.num_lines:,} answers")
     return 0 if tally.any_answered else 1
 
 
@@ -140,13 +140,13 @@ def _answer_all(
                     lines = source.unsettled()
                     await run_batch(lines, answerer, output, limit, tally, progress.update)
             finally:
-                _say(progress.summary())
+                say(progress.summary())
 
     thread = LoopThread()
     try:
         thread.run(work())
     except KeyboardInterrupt:
-        _say(_how_to_go_on(output))
+        say(_how_to_go_on(output))
         raise
     finally:
         thread.stop()
@@ -172,7 +172,3 @@ def _refuse_engine_options(args: argparse.Namespace) -> None:
         if getattr(args, name, None) is not None:
             option = name.removesuffix("_file").removesuffix("_argument").replace("_", "-")
             raise ConfigError(f"--{option} says how to start an engine; --url has one running")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -12,8 +12,15 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from ...actors.reporter import silence
+
 _MEGABYTE = 1_000_000
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+class _Stderr(Console):
+    def on_broken_pipe(self) -> None:  # rich's ends the process
+        silence()
 
 
 class StartProgress:
@@ -26,7 +33,7 @@ class StartProgress:
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console(file=sys.stderr)
+        self._console = console or _Stderr(file=sys.stderr)
         self._display: _Bars | _Lines = (
             _Bars(self._console) if self._console.is_terminal else _Lines(self._console, clock)
         )

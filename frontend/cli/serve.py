@@ -6,7 +6,6 @@ import argparse
 import ipaddress
 import os
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ import msgspec
 import uvloop
 
 from ...actors.effects import TellFailed, TellLost
+from ...actors.reporter import say
 from ...actors.supervisor import Supervisor
 from ...mq import supervision
 from ...mq.cluster_config import ClusterConfig, ClusterPlace
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_traces(server.otlp_traces_endpoint)
     with bind(server.host, server.port) as listener, StartProgress() as progress:
         if (warning := exposure(server, listener.getsockname()[0])) is not None:
-            _say(warning)
+            say(warning)
         spec = resolve_model(engine, progress.on_model)
         if not server.served_model_name:
             server = msgspec.structs.replace(server, served_model_name=[spec.name])
@@ -108,32 +108,32 @@ class ConsoleReporter:
     def serving(self, details: dict[str, str | int | float], addresses: list[str]) -> None:
         self._progress.stop()
         seconds = time.monotonic() - self._start
-        _say(f"{self._model}: {_in_words(details) or 'all replicas are on other hosts'}")
-        _say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
+        say(f"{self._model}: {_in_words(details) or 'all replicas are on other hosts'}")
+        say(f"ready in {seconds:.1f} s at {' and '.join(addresses)}/v1  (Ctrl-C ends it)")
 
     def notice(self, text: str) -> None:
-        _say(text)
+        say(text)
 
     def draining(self, timeout: float) -> None:
-        _say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
+        say(f"ending: running requests have {timeout:g} s (again Ctrl-C ends at once)")
 
     def lost(self, death: TellLost) -> None:
         if death.traceback:
-            _say(death.traceback.rstrip())
+            say(death.traceback.rstrip())
         names = " and ".join(death.lost)
         if death.final:
-            _say(f"{death.error}; {names} stay down, and the other replicas go on")
+            say(f"{death.error}; {names} stay down, and the other replicas go on")
         else:
-            _say(f"{death.error}; restarting {names}")
+            say(f"{death.error}; restarting {names}")
 
     def back(self, names: Sequence[str], seconds: float) -> None:
-        _say(f"{' and '.join(names)} back after {seconds:.1f} s")
+        say(f"{' and '.join(names)} back after {seconds:.1f} s")
 
     def failed(self, death: TellFailed) -> None:
         self._progress.stop()
         if death.traceback and not death.user_error:
-            _say(death.traceback.rstrip())
-        _say(f"ringcast: {death.error}")
+            say(death.traceback.rstrip())
+        say(f"ringcast: {death.error}")
 
 
 class NodeReporter(ConsoleReporter):
@@ -143,8 +143,8 @@ class NodeReporter(ConsoleReporter):
         self._progress.stop()
         seconds = time.monotonic() - self._start
         if details:  # the first worker's, which may be on another host
-            _say(f"{self._model}: {_in_words(details)}")
-        _say(f"{' and '.join(addresses)} ready in {seconds:.1f} s  (Ctrl-C ends it)")
+            say(f"{self._model}: {_in_words(details)}")
+        say(f"{' and '.join(addresses)} ready in {seconds:.1f} s  (Ctrl-C ends it)")
 
 
 def _in_words(details: dict[str, str | int | float]) -> str:
@@ -167,7 +167,3 @@ def exposure(server: ServerConfig, address: str) -> str | None:
     return (
         f"warning: whoever can reach {server.host} may use this server: it has no key (--api-key)"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -88,3 +91,17 @@ def test_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with StartProgress() as progress:
         progress.on_model("download", 0, 0)
     assert capsys.readouterr() == ("", "download ...\n")
+
+
+def test_a_reader_who_is_gone_ends_nothing() -> None:
+    program = (
+        "from ringcast.frontend.cli.progress import StartProgress\n"
+        "with StartProgress() as progress:\n"
+        "    progress.on_model('download', 0, 0)\n"
+        "    progress.on_model('weights', 0, 0)\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-P", "-c", program], stderr=write)
+    os.close(write)
+    assert ended.returncode == 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
 
 import msgspec
 import pytest
+from ports import free_ports
 from serving import serve, until
 from tiny_model import make_tiny_model
 
@@ -72,16 +72,13 @@ RayHost().run(json.loads(sys.argv[1]), sys.argv[2], {})
 @pytest.mark.slow
 def test_the_host_of_a_killed_actor_leaves_with_a_word(tmp_path):
     """So that no request is suspected. Nobody reads what it writes any more, which is no reason."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     model, secret = make_tiny_model(tmp_path / "model"), tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
     same = {
         **{"device": "fake", "load_format": "dummy", "num_gpu_blocks_override": 256},
         **{"data_parallel_size": 2, "data_parallel_size_local": 1},
-        **{"data_parallel_rpc_port": port - 1},
+        **{"data_parallel_rpc_port": free_ports(2)},
     }
     host = {**same, "model": str(model), "headless": True, "data_parallel_start_rank": 1}
     actor = subprocess.Popen(
