@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def decode_config(config: LlamaConfig, cache_dtype: torch.dtype) -> DecodeConfig:
     """How decode attention is launched."""
-    return choose_decode_config(config.kv_heads, config.head_size * cache_dtype.itemsize)
+    return choose_decode_config(config.kv_heads, config.head_size, cache_dtype.itemsize)
 
 
 def launches_of(

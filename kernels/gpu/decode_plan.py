@@ -41,11 +41,12 @@ class DecodeConfig(NamedTuple):
     stages: int
 
 
-def choose_decode_config(kv_heads: int, row_bytes: int) -> DecodeConfig:
-    """For keys of row_bytes bytes; measured on an H200."""
+def choose_decode_config(kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
+    """itemsize: bytes of an element of the cache. Measured on an H200 for heads of 128."""
     # A tile of keys is at most 16 KiB, so that a multiprocessor has room for several programs.
-    tile = max(16, min(32, 1 << (16384 // row_bytes).bit_length() - 1))
-    return DecodeConfig(max(1, RESIDENT // kv_heads), tile, 2, 3)
+    tile = max(16, min(32, 1 << (16384 // (head_size * itemsize)).bit_length() - 1))
+    warps = 2 if head_size <= 128 else 4  # larger ones don't fit into two warps' registers
+    return DecodeConfig(max(1, RESIDENT // kv_heads), tile, warps, 3)
 
 
 def plan_size(sequences: int, config: DecodeConfig) -> int:

@@ -135,7 +135,9 @@ def time_decode(options: argparse.Namespace, shape: str, changes: dict[str, int]
     row_bytes = model.head_size * dtype.itemsize
     config: DecodeConfig | SplitConfig
     if options.kernel == "decode":
-        config = choose_decode_config(model.kv_heads, row_bytes)._replace(**changes)
+        config = choose_decode_config(model.kv_heads, model.head_size, dtype.itemsize)._replace(
+            **changes
+        )
         workers = config.workers
     else:
         config = choose_split_config(sequences, model.kv_heads, longest, options.window, row_bytes)

@@ -104,7 +104,7 @@ def compile_attention(
     """The launches of a model in bfloat16: decode for some and for many, fused, prefill, and the
     write into the cache.
     """
-    config = choose_decode_config(kv_heads, size * cache.itemsize)
+    config = choose_decode_config(kv_heads, size, cache.itemsize)
     k = torch.zeros(2, kv_heads, block_size, size, dtype=cache)
     tables = ints(1, 128)
     how = {"scale": 1.0, "kv_heads": kv_heads, "window": window}
