@@ -49,7 +49,8 @@ def texts_of(server, body, begun):
     ],
 )
 def test_a_death_under_load_concerns_its_own_requests_alone(model, victim, sizes):
-    with serve(model, *FAKE, *TWO, *sizes, RINGCAST_FAKE_STEP_SECONDS="0.02") as server:
+    # Slow enough that none has ended when the last one has begun.
+    with serve(model, *FAKE, *TWO, *sizes, RINGCAST_FAKE_STEP_SECONDS="0.06") as server:
         name = server.get("/v1/models")["data"][0]["id"]
         bodies = [
             {"model": name, "prompt": f"prompt {i}", "max_tokens": 40, "n": 1 + i % 2}
