@@ -6,8 +6,8 @@ side by side (compile_ahead.py); `run` launches them, which loads them onto the 
 
 All of it is inert: no sequence is real, so nothing is read from the cache or written to it. Of a
 model's layers one of each kind is enough. Kernels differ by the number of tokens, or of sequences
-of one token, and by the bound of their context; by whether they are launched programmatically, as
-in graphs; and by the sampling options that rows have.
+of one token, and by the bound of its context where there is one alone; by whether they are
+launched programmatically, as in graphs; and by the sampling options that rows have.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from .batch_linears import MOST_FEW
 
 
 class Work(NamedTuple):
-    """The first `decodes` of `tokens` are a sequence each, with a
-    context of at most `longest`; all others belong to the sequences of `tiles` (plan_tiles).
+    """The first `decodes` of `tokens` are a sequence each; all others belong to the sequences of
+    `tiles` (plan_tiles). longest: bound of the context of one sequence alone, whose attention is
+    split by it; that of more goes by the step's plan (decode_plan.py).
     """
 
     tokens: int

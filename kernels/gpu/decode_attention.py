@@ -30,7 +30,7 @@ MERGED_ELEMENTS = 8192
 
 
 class DecodeScratch(NamedTuple):
-    """What the splits of a launch tell each other; any launches of one stream may share it."""
+    """What the workers (or splits) of a launch tell each other. Launches of one stream share it."""
 
     parts_PQ: torch.Tensor
     lse_PH: torch.Tensor
