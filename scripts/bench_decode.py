@@ -1,4 +1,5 @@
-"""scripts/bench decode: output tokens per second, offline, against other engines in the same run.
+"""scripts/bench decode: tokens per second, offline, against other engines in the same run: of output,
+or of prompts in a cell with one token of output, which is prefill.
 
 Each engine is a resident process that does the cells' work in turn, Ringcast once for each
 --variant. A cell is batch x tokens in x tokens out; prompts are random ids, greedy, EOS ignored.
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Output tokens per second, offline, at several batch sizes, against other engines."""
+    """Tokens per second, offline, at several batch sizes, against other engines."""
     cells: list[Cell] = [tuple(map(int, c.split("x"))) for c in args.cells.split(",")]  # type: ignore[misc]
     print(machine())
     ours, commands = commands_of(args)
@@ -155,7 +156,8 @@ def report(times: Times, cells: list[Cell], ours: list[str], names: list[str]) -
     """A Markdown table: for each cell and engine its rate, and each of ours in ratio to it."""
     rows = []
     for cell in cells:
-        tokens = cell[0] * cell[2]
+        batch, num_in, num_out = cell
+        tokens = batch * (num_in if num_out == 1 else num_out)
         for name in names:
             seconds = times[cell, name]
             ratios = [
@@ -163,8 +165,9 @@ def report(times: Times, cells: list[Cell], ours: list[str], names: list[str]) -
                 for own in ours
             ]
             rates = spread([tokens / each for each in seconds], 1)
-            rows.append(["x".join(map(str, cell)), name, rates, *ratios])
-    return table(["cell", "engine", "out tok/s", *(f"{own} to it" for own in ours)], rows)
+            what = "in" if num_out == 1 else "out"
+            rows.append(["x".join(map(str, cell)), name, f"{rates} {what}", *ratios])
+    return table(["cell", "engine", "tok/s", *(f"{own} to it" for own in ours)], rows)
 
 
 def spread(values: list[float], decimals: int) -> str:

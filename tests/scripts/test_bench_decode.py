@@ -22,8 +22,16 @@ def test_ratios_are_of_the_same_round() -> None:
     times = {(cell, "ringcast"): [1.0, 2.0, 4.0], (cell, "peer"): [2.0, 6.0, 4.0]}
     text = bench_decode.report(times, [cell], ["ringcast"], ["ringcast", "peer"])
     _, _, own, peer = text.splitlines()
-    assert own == "| 1x32x128 | ringcast | 64.0 (32.0 to 128.0) | 1.00 (1.00 to 1.00) |"
-    assert peer == "| 1x32x128 | peer | 32.0 (21.3 to 64.0) | 2.00 (1.00 to 3.00) |"
+    assert own == "| 1x32x128 | ringcast | 64.0 (32.0 to 128.0) out | 1.00 (1.00 to 1.00) |"
+    assert peer == "| 1x32x128 | peer | 32.0 (21.3 to 64.0) out | 2.00 (1.00 to 3.00) |"
+
+
+def test_with_one_token_of_output_the_prompts_are_counted() -> None:
+    import bench_decode
+
+    cell = (8, 256, 1)
+    text = bench_decode.report({(cell, "ringcast"): [4.0]}, [cell], ["ringcast"], ["ringcast"])
+    assert "| 8x256x1 | ringcast | 512.0 (512.0 to 512.0) in |" in text
 
 
 WORKER = """
