@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
@@ -32,6 +31,7 @@ from executor.gpu.conftest import (
     take_few_programs,
     with_defaults,
 )
+from executor.gpu.processes import run_together
 from triton import knobs
 
 from executor.gpu import gloo_ranks
@@ -200,37 +200,14 @@ def _launch(s: TwoRunners, lengths: dict[int, int]) -> None:
 def run_ranks(order: Order, timeout: float) -> list[Answer]:
     """All workers, each a process. Raises AssertionError with what those that fail have said."""
     files = [os.memfd_create(name) for name in ("ranks", "carrier")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    text = msgspec.json.encode(order).decode()
-    end = [*os.pipe()]
-    processes = []
-    try:
-        for rank in range(num_workers(order.options)):
-            numbers = [str(rank), *(f"{a},{b}" for a, b in (files, end))]
-            command = [sys.executable, "-P", __file__, *numbers, text]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            if order.hosts > 1:  # or NCCL refuses two workers of one device
-                host = rank * order.hosts // num_workers(order.options)
-                environment |= {"NCCL_HOSTID": f"host {host}"}
-            processes.append(
-                subprocess.Popen(command, pass_fds=[*files, *end], env=environment, **pipes)
-            )
-        while end:
-            os.close(end.pop())
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for fd in (*files, *end):
-            os.close(fd)
-        for process in processes:
-            process.kill()
-            process.communicate()
-    errors = [
-        f"rank {rank} ended with {process.returncode}:\n{said.decode()[-3000:]}"
-        for rank, (process, (_, said)) in enumerate(zip(processes, outputs, strict=True))
-        if process.returncode
-    ]
-    assert not errors, "\n".join(errors)
-    return [msgspec.json.decode(said.splitlines()[-1], type=Answer) for said, _ in outputs]
+    end, workers = os.pipe(), range(num_workers(order.options))
+    rest = [*(f"{a},{b}" for a, b in (files, end)), msgspec.json.encode(order).decode()]
+    hosts = [worker * order.hosts // len(workers) for worker in workers]
+    # With one for all, NCCL refuses two workers of one device.
+    own = [{"NCCL_HOSTID": f"host {host}"} if order.hosts > 1 else {} for host in hosts]
+    arguments = [[str(worker), *rest] for worker in workers]
+    outputs = run_together(__file__, arguments, timeout, files, end, own)
+    return [msgspec.json.decode(printed.splitlines()[-1], type=Answer) for printed in outputs]
 
 
 def num_workers(options: dict[str, Any]) -> int:

@@ -10,7 +10,6 @@ has to do. Prints a line of JSON: the tokens, and the runner's details.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from executor.gpu.one_rank import (
     moved_by,
     share_one_device,
 )
+from executor.gpu.processes import run_together
 from triton import knobs
 
 from ringcast.executor.gpu import parallel
@@ -130,36 +130,15 @@ def run_replicas(order: Order, timeout: float) -> list[Answer]:
     """
     ranks, workers = order.ranks, order.ranks * len(order.prompts)
     files = [os.memfd_create(name) for name in ("replicas", "store", "carrier")]
-    end = [*os.pipe()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    end = os.pipe()
     text = msgspec.json.encode(order).decode()
     words = [*(",".join(map(str, each)) for each in (files, end)), text]
-    processes = []
-    try:
-        for worker in range(workers):
-            command = [sys.executable, "-P", __file__, str(worker), *words]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            # To NCCL these are hosts. Where ranks share a device, it must take each for one.
-            host = worker // ranks if torch.cuda.device_count() >= workers else worker
-            own = {"NCCL_HOSTID": f"host {host}"} if order.hosts else {}
-            more = {"pass_fds": (*files, *end), "env": environment | own}
-            processes.append(subprocess.Popen(command, **more, **pipes))
-        while end:
-            os.close(end.pop())
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for file in (*files, *end):
-            os.close(file)
-        for process in processes:
-            process.kill()
-            process.communicate()
-    errors = [
-        f"worker {n} ended with {process.returncode}:\n{said.decode()[-3000:]}"
-        for n, (process, (_, said)) in enumerate(zip(processes, outputs, strict=True))
-        if process.returncode
-    ]
-    assert not errors, "\n".join(errors)
-    answers = [msgspec.json.decode(said.splitlines()[-1], type=Answer) for said, _ in outputs]
+    # To NCCL these are hosts. Where ranks share a device, it must take each for one.
+    size = ranks if torch.cuda.device_count() >= workers else 1
+    hosts = [{"NCCL_HOSTID": f"host {worker // size}"} for worker in range(workers)]
+    arguments = [[str(worker), *words] for worker in range(workers)]
+    outputs = run_together(__file__, arguments, timeout, files, end, hosts if order.hosts else None)
+    answers = [msgspec.json.decode(printed.splitlines()[-1], type=Answer) for printed in outputs]
     for worker, answer in enumerate(answers):
         assert answer.tokens == answers[worker // ranks * ranks].tokens, worker
     return answers[::ranks]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import torch
 from executor.gpu.conftest import MODELS, load, make_model, random_tokens
 from executor.gpu.one_rank import Order, generate, join_on_one_device, run_ranks
+from executor.gpu.processes import run_together
 from kernels.gpu.devices import DEVICE
 
 from ringcast import LLM, SamplingParams
@@ -45,26 +45,9 @@ PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((70, 3, 100
 def test_sums():
     """Eager and replayed, short and long, with what the ranks say to each other in between."""
     memory_fd = os.memfd_create("ranks")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", __file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(memory_fd)],
-            pass_fds=[memory_fd],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT)[0].decode() for rank in ranks]
-    finally:
-        os.close(memory_fd)
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(s[-3000:] for s in said)
+    arguments = [[str(rank), str(memory_fd)] for rank in range(2)]
+    printed = run_together(__file__, arguments, LIMIT, [memory_fd])
+    assert [each.split()[-1] for each in printed] == [b"done"] * 2
 
 
 def check_sums(rank: int, group_fd: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from executor.gpu.one_rank import (
     join_stages_on_one_device,
     run_ranks,
 )
+from executor.gpu.processes import run_together
 from executor.gpu.test_parallel_on_device import workers
 from kernels.gpu.devices import DEVICE
 
@@ -53,26 +53,9 @@ PROMPTS = [random_tokens(seed, length) for seed, length in enumerate((70, 3, 100
 def test_the_pipe():
     """Eager and replayed; steps of many sizes, and now this end is late, now that."""
     memory_fd = os.memfd_create("workers")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", __file__]
-    ends = [
-        subprocess.Popen(
-            [*command, str(worker), str(memory_fd)],
-            pass_fds=[memory_fd],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for worker in range(2)
-    ]
-    try:
-        said = [end.communicate(timeout=LIMIT)[0].decode() for end in ends]
-    finally:
-        os.close(memory_fd)
-        for end in ends:
-            end.kill()
-            end.communicate()
-    assert [end.returncode for end in ends] == [0, 0], "\n".join(text[-3000:] for text in said)
+    arguments = [[str(worker), str(memory_fd)] for worker in range(2)]
+    printed = run_together(__file__, arguments, LIMIT, [memory_fd])
+    assert [each.split()[-1] for each in printed] == [b"done"] * 2
 
 
 def check_pipe(worker: int, group_fd: int) -> None:
