@@ -1,5 +1,5 @@
-"""scripts/bench decode: tokens per second, offline, against other engines in the same run: of output,
-or of prompts in a cell with one token of output, which is prefill.
+"""scripts/bench decode: tokens per second, offline, against other engines in the same run: output,
+or prompts in a cell with one token of output, which is prefill.
 
 Each engine is a resident process that does the cells' work in turn, Ringcast once for each
 --variant. A cell is batch x tokens in x tokens out; prompts are random ids, greedy, EOS ignored.

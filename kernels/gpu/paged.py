@@ -61,6 +61,27 @@ def tile_offsets(
 
 
 @triton.jit
+def capped(scores, cap_scale):
+    """tanh of the scores, in powers of two."""
+    return 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
+
+
+@triton.jit
+def weigh(scores, most, total, acc, scale, MASKED: tl.constexpr):
+    """One turn of online softmax: the weights of new `scores`, and the rest with the new scores'
+    origin. With MASKED a row may have seen nothing yet.
+    """
+    new_most = tl.maximum(most, tl.max(scores, 1) * scale)
+    origin = new_most
+    if MASKED:
+        # exp2(-inf - 0), not exp2(-inf + inf).
+        origin = tl.where(new_most == float("-inf"), 0.0, new_most)
+    weights = tl.exp2(scores * scale - origin[:, None])
+    shrink = tl.exp2(most - origin)
+    return weights, new_most, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+@triton.jit
 def attend(
     q,
     k_cache,
@@ -104,22 +125,14 @@ def attend(
             k = tl.load(k_cache + base + offsets, mask=tl.arange(0, DP)[None, :] < D, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if CAPPED:
-            scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
+            scores = capped(scores, cap_scale)
         if MASKED:
             tokens = first + tl.arange(0, TILE)
             seen = tokens[None, :] <= highs[:, None]
             if WINDOWED:
                 seen &= tokens[None, :] >= lows[:, None]
             scores = tl.where(seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1) * scale)
-        origin = new_most
-        if MASKED:
-            # A row that has seen nothing yet: exp2(-inf - 0), not exp2(-inf + inf).
-            origin = tl.where(new_most == float("-inf"), 0.0, new_most)
-        weights = tl.exp2(scores * scale - origin[:, None])
-        shrink = tl.exp2(most - origin)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
+        weights, most, total, acc = weigh(scores, most, total, acc, scale, MASKED)
         if MASKED:
             inside = (first + tl.arange(0, TILE) < end)[:, None] & (tl.arange(0, DP)[None, :] < D)
             v = tl.load(v_cache + base + offsets, mask=inside, other=0.0)
@@ -128,7 +141,6 @@ def attend(
         else:
             v = tl.load(v_cache + base + offsets, mask=tl.arange(0, DP)[None, :] < D, other=0.0)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        most = new_most
     return most, total, acc
 
 

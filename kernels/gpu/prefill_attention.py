@@ -5,7 +5,11 @@ A program has one tile: some consecutive tokens of one sequence by the query hea
 TILE_ROWS rows in all, so that the group shares what is read of K and V. Its loop over keys is cut
 in up to three: tiles that the window's lower edge crosses, tiles that every row sees whole (no
 mask is computed there), and tiles that the diagonal crosses. The host lists the tiles, those with
-most keys first, so that the last to run are short.
+most keys first, so that the last to run are short; all of a head come before the next one's.
+
+On Hopper whole tiles of keys and values come by descriptors (the tensor memory accelerator), which
+leaves registers and instructions to what is done with them. The others don't: what lies past a
+sequence's end must not be read.
 
 Shapes: see paged.py; T tokens, Q = heads x D, N tiles.
 """
@@ -18,26 +22,39 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .paged import attend, attention_reference, block_size_of, cached_tokens, score_scales
+from .paged import (
+    attend,
+    attention_reference,
+    block_size_of,
+    cached_tokens,
+    capped,
+    score_scales,
+    weigh,
+)
 
 TILE_ROWS = 256
 
 
 class PrefillConfig(NamedTuple):
-    """Keys that are read at once, warps, stages of the pipeline, rows of the tiles as planned, and
-    programs that share such a tile."""
+    """Keys that are read at once, warps, stages of the pipeline, rows of the tiles as planned,
+    programs that share such a tile, whether whole tiles of keys come by descriptors, and registers
+    of a thread at most (0: as many as it takes).
+    """
 
     tile: int
     warps: int
     stages: int
     rows: int = TILE_ROWS
     programs: int = 1
+    descriptors: bool = False
+    registers: int = 0
 
 
 def tile_tokens(group: int, rows: int = TILE_ROWS) -> int:
-    """Query tokens of a tile."""
-    return max(1, rows // group)
+    """Query tokens of a tile: in four equal parts, if so many fit, for programs that share it."""
+    return 4 * (rows // 4 // group) or max(1, rows // group)
 
 
 def plan_tiles(
@@ -63,15 +80,35 @@ def plan_tiles(
     return np.stack([sequence[order], first[order]]).astype(np.int32)
 
 
-def choose_prefill_config(head_size: int, element_size: int) -> PrefillConfig:
-    """Measured on an H200 for 16-bit types. Wider rows take smaller tiles: shared memory holds
-    K, V and Q."""
-    row_bytes = triton.next_power_of_2(head_size) * element_size
+def choose_prefill_config(cache: torch.Tensor, dtype: torch.dtype, group: int) -> PrefillConfig:
+    """Measured on an H200 for 16-bit types; dtype is the queries'. Wider rows take smaller tiles:
+    shared memory holds K, V and Q.
+    """
+    row_bytes = triton.next_power_of_2(cache.shape[3]) * dtype.itemsize
     if row_bytes <= 256:
+        if group <= 16 and can_describe(cache, dtype, 64):
+            return PrefillConfig(64, 4, 3, programs=4, descriptors=True)
         return PrefillConfig(64, 16, 3)
     if row_bytes <= 512:
-        return PrefillConfig(64 // (element_size // 2), 8, 2, programs=2)
+        return PrefillConfig(64 // (dtype.itemsize // 2), 8, 2, programs=2)
     return PrefillConfig(16, 4, 2, programs=8)
+
+
+def can_describe(cache: torch.Tensor, dtype: torch.dtype, tile: int) -> bool:
+    """Whether tiles of a cache can come by descriptors: on Hopper, or interpreted, if a tile lies
+    in a block and needs no conversion.
+    """
+    _, _, block_size, head_size = cache.shape
+    if cache.is_cuda and torch.cuda.get_device_capability(cache.device) < (9, 0):
+        return False
+    return (
+        cache.dtype == dtype
+        and dtype.itemsize == 2
+        and tile <= block_size
+        and head_size == triton.next_power_of_2(head_size)
+        and cache.data_ptr() % 16 == 0
+        and cache.stride(0) * dtype.itemsize % 16 == 0
+    )
 
 
 @triton.jit
@@ -90,11 +127,47 @@ def key_ranges(first_position, last_position, TILE: tl.constexpr, WINDOW: tl.con
     return begin, whole_begin, whole_end, end
 
 
+@triton.jit
+def attend_whole(
+    q,
+    k_blocks,
+    v_blocks,
+    kv_head,
+    table,
+    begin,
+    end,
+    most,
+    total,
+    acc,
+    scale,
+    cap_scale,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`attend` without a mask, by descriptors of [1, 1, TILE, D] of the caches."""
+    block = tl.load(table + begin // BLOCK, mask=begin < end, other=0)
+    for first in tl.range(begin, end, TILE):
+        k = k_blocks.load([block, kv_head, first % BLOCK, 0]).reshape(TILE, D)
+        v = v_blocks.load([block, kv_head, first % BLOCK, 0]).reshape(TILE, D)
+        block = tl.load(table + (first + TILE) // BLOCK, mask=first + TILE < end, other=0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if CAPPED:
+            scores = capped(scores, cap_scale)
+        weights, most, total, acc = weigh(scores, most, total, acc, scale, False)
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
+    return most, total, acc
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
+    k_blocks,
+    v_blocks,
     tables,
     rows,
     starts,
@@ -125,12 +198,14 @@ def _prefill_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head = tl.program_id(0)
+    # Small tiles, which come by descriptors, run head by head: what they read of K and V is then
+    # in the L2 cache. For large ones it counts more that all heads' short ones come last.
+    kv_head = tl.program_id(0 if k_blocks is None else 2)
     sequence = tl.load(tiles + tl.program_id(1))
     if sequence < 0:
         return
     tile_token = tl.load(tiles + num_tiles + tl.program_id(1))
-    first_token = tile_token + tl.program_id(2) * TOKENS
+    first_token = tile_token + tl.program_id(2 if k_blocks is None else 0) * TOKENS
     tile_end = tile_token + TILE_TOKENS
     start = tl.load(starts + sequence)
     length = tl.load(starts + sequence + 1) - start
@@ -169,30 +244,51 @@ def _prefill_kernel(
                 part_begin, part_end = whole_begin, whole_end
             else:
                 part_begin, part_end = whole_end, end
-            most, total, acc = attend(
-                queries,
-                k_cache,
-                v_cache,
-                table,
-                part_begin,
-                part_end,
-                lows,
-                highs,
-                most,
-                total,
-                acc,
-                block_stride,
-                scale,
-                cap_scale,
-                BLOCK,
-                TILE,
-                D,
-                DP,
-                part != 1,
-                WINDOW > 0,
-                CAPPED,
-                PRECISION,
-            )
+            if part == 1 and k_blocks is not None:
+                most, total, acc = attend_whole(
+                    queries,
+                    k_blocks,
+                    v_blocks,
+                    kv_head,
+                    table,
+                    part_begin,
+                    part_end,
+                    most,
+                    total,
+                    acc,
+                    scale,
+                    cap_scale,
+                    BLOCK,
+                    TILE,
+                    D,
+                    CAPPED,
+                    PRECISION,
+                )
+            else:
+                most, total, acc = attend(
+                    queries,
+                    k_cache,
+                    v_cache,
+                    table,
+                    part_begin,
+                    part_end,
+                    lows,
+                    highs,
+                    most,
+                    total,
+                    acc,
+                    block_stride,
+                    scale,
+                    cap_scale,
+                    BLOCK,
+                    TILE,
+                    D,
+                    DP,
+                    part != 1,
+                    WINDOW > 0,
+                    CAPPED,
+                    PRECISION,
+                )
     result = (acc * v_scale / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + global_row * out_stride + column, result, mask=inside)
 
@@ -231,15 +327,22 @@ def prefill_attention(
     assert tiles.is_contiguous()
     if not tiles.shape[1]:
         return
-    config = config or choose_prefill_config(head_size, q_TQ.element_size())
+    config = config or choose_prefill_config(k_cache, q_TQ.dtype, group)
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     rows = config.rows // config.programs
-    tokens = tile_tokens(group, rows)
+    tokens = max(1, rows // group)
     programs = triton.cdiv(tile_tokens(group, config.rows), tokens)
-    _prefill_kernel[(kv_heads, tiles.shape[1], programs)](
+    grid = programs, tiles.shape[1], kv_heads
+    blocks: list[TensorDescriptor | None] = [None, None]
+    if config.descriptors:
+        box = [1, 1, config.tile, head_size]
+        blocks = [TensorDescriptor(x, [*x.shape], [*x.stride()], box) for x in (k_cache, v_cache)]
+    limits = {"maxnreg": config.registers} if config.registers else {}
+    _prefill_kernel[grid if config.descriptors else grid[::-1]](
         q_TQ,
         k_cache,
         v_cache,
+        *blocks,
         tables_RB,
         rows_S,
         starts_S1,
@@ -269,6 +372,7 @@ def prefill_attention(
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
+        **limits,
     )
 
 

@@ -185,8 +185,8 @@ def time_prefill(options: argparse.Namespace, shape: str, changes: dict[str, int
     model, dtype = MODELS[options.model], getattr(torch, options.dtype)
     contexts, lengths = contexts_of(shape)
     caches = make_caches(contexts, model, options.block_size, dtype)
-    config = choose_prefill_config(model.head_size, dtype.itemsize)._replace(**changes)
     group = model.heads // model.kv_heads
+    config = choose_prefill_config(caches.layers[0, 0], dtype, group)._replace(**changes)
     tiles = torch.from_numpy(plan_tiles(lengths, group, contexts, config.rows)).cuda()
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).cuda()
     q = torch.randn(int(lengths.sum()), model.heads * model.head_size, device="cuda", dtype=dtype)

@@ -16,6 +16,8 @@ from kernels.gpu.paged_cache import TOLERANCES, PagedCache, poisoned, randn, ran
 
 from ringcast.kernels.gpu.prefill_attention import (
     PrefillConfig,
+    can_describe,
+    choose_prefill_config,
     plan_tiles,
     prefill_attention,
     prefill_attention_reference,
@@ -71,6 +73,27 @@ def test_a_window_bounds_what_is_seen(window):
     cache = random_cache([70, 250], 1, 32, 32, torch.float32)
     config = PrefillConfig(32, 4, 2)
     check(cache, [70, 60], 4, torch.float32, window=window, config=config)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "group", "how"),
+    [(64, 3, {}), (32, 2, {"window": 90}), (16, 1, {"soft_cap": 2.0})],
+)
+def test_whole_tiles_by_descriptors(head_size, group, how):
+    """Chunks that begin in the middle of a block, and rows that see no whole tile."""
+    torch.manual_seed(9)
+    cache = random_cache([230, 64, 50], 2, head_size, 64, torch.float16)
+    assert choose_prefill_config(cache.k, torch.float16, group).descriptors
+    check(cache, [60, 1, 50], 2 * group, torch.float16, **how)
+
+
+def test_what_no_descriptor_can_describe():
+    cache = random_cache([1], 1, 64, 64, torch.float16).k
+    assert can_describe(cache, torch.float16, 64)
+    assert not can_describe(cache, torch.float16, 128)  # a tile that spans blocks
+    assert not can_describe(cache[..., :48], torch.float16, 64)
+    assert not can_describe(cache, torch.bfloat16, 64)  # to be converted, as 8 bits are
+    assert not can_describe(cache.view(-1)[1:-4095].view(1, 1, -1, 64), torch.float16, 16)
 
 
 @pytest.mark.parametrize("heads", [3, 40])
