@@ -86,8 +86,9 @@ def choose_prefill_config(cache: torch.Tensor, dtype: torch.dtype, group: int) -
     """
     row_bytes = triton.next_power_of_2(cache.shape[3]) * dtype.itemsize
     if row_bytes <= 256:
-        if group <= 16 and can_describe(cache, dtype, 64):
-            return PrefillConfig(64, 4, 3, programs=4, descriptors=True)
+        if group <= 32 and can_describe(cache, dtype, 64):
+            # Two programs on a multiprocessor: one computes weights while the other multiplies.
+            return PrefillConfig(64, 8, 2, programs=2, descriptors=True, registers=128)
         return PrefillConfig(64, 16, 3)
     if row_bytes <= 512:
         return PrefillConfig(64 // (dtype.itemsize // 2), 8, 2, programs=2)
