@@ -7,8 +7,8 @@ computing. Beyond that (BUSY_SECONDS) padding would cost more than the launches.
 
 There is a graph for each padded number of tokens, with and without sequences of one token, whose
 attention is decode attention's. What a step has of the rest is read on the device, and padded with
-what is inert: sequences to the batch's capacity, tiles of prefill attention to as many as so many
-tokens and sequences can make.
+what is inert: sequences to the batch's capacity, tiles of prefill attention, which say how many
+there are, to as many as so many tokens and sequences can make.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from .graphs import Progress, at_least, capture_graph
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BUSY_SECONDS = 20e-3  # about twice of what the launches of a step take
 RATE = 600e12  # operations in a second, of a step with many tokens
-NO_TILE = -1
 
 
 class Mixed(NamedTuple):
     """tokens: of the step, padded. decodes: of these, the first so many may be a sequence each, for
-    decode attention; 0: none is. tiles: of prefill attention, padded.
+    decode attention; 0: none is. tiles: columns of prefill attention's plan, padded.
     """
 
     tokens: int
@@ -73,7 +72,7 @@ class MixedGraphs:
 
     def _kind(self, tokens: int, decodes: bool) -> Mixed:
         sequences = min(self._capacity, tokens)
-        tiles = -(-tokens // self._tile_tokens) + sequences
+        tiles = 1 + -(-tokens // self._tile_tokens) + sequences
         return Mixed(tokens, sequences if decodes else 0, tiles)
 
     def kind_of(self, step: Step) -> Mixed | None:
@@ -101,19 +100,13 @@ class MixedGraphs:
         self._graphs[kind].replay()
 
 
-def pad_tiles(tiles: Ints, count: int) -> Ints:
-    """[2, count]: `tiles`, and then such as do nothing."""
-    padded = np.full((2, count), NO_TILE, np.int32)
-    padded[:, : tiles.shape[1]] = tiles
-    return padded
-
-
 def lay_out_tiles(step: Step, head_group: int, mixed: Mixed | None) -> Ints:
-    """[2, tiles]: of the sequences of a step with prompts that prefill attention serves. mixed: its
-    graph, if it has one.
+    """`plan_tiles` of the sequences of a step with prompts that prefill attention serves. mixed:
+    its graph, if it has one, to whose size the plan is padded.
     """
     first = int(np.count_nonzero(step.lengths == 1)) if step.decodes else 0
     tiles = plan_tiles(step.lengths[first:], head_group, step.context[first:])
-    tiles[0] += first
-    # One at least: among replicas that step together it may have no prompt.
-    return pad_tiles(tiles, max(1, tiles.shape[1]) if mixed is None else mixed.tiles)
+    tiles[0, 1:] += first
+    if mixed is not None:
+        tiles = np.pad(tiles, ((0, 0), (0, mixed.tiles - tiles.shape[1])))
+    return tiles

@@ -5,7 +5,11 @@ A program has one tile: some consecutive tokens of one sequence by the query hea
 TILE_ROWS rows in all, so that the group shares what is read of K and V. Its loop over keys is cut
 in up to three: tiles that the window's lower edge crosses, tiles that every row sees whole (no
 mask is computed there), and tiles that the diagonal crosses. The host lists the tiles, those with
-most keys first, so that the last to run are short; all of a head come before the next one's.
+most keys first, so that the last to run are short.
+
+A graph has room for the tiles of as many sequences as a step may have, which few steps have: each
+launched in vain would cost a microsecond of a multiprocessor's time. So there are programs for as
+many tiles as the tokens fill, and some more; beyond these a program takes several, short ones.
 
 On Hopper whole tiles of keys and values come by descriptors (the tensor memory accelerator), which
 leaves registers and instructions to what is done with them. The others don't: what lies past a
@@ -35,12 +39,12 @@ from .paged import (
 )
 
 TILE_ROWS = 256
+SPARE_TILES = 16  # which have programs of their own, beyond those that the tokens fill
 
 
 class PrefillConfig(NamedTuple):
     """Keys that are read at once, warps, stages of the pipeline, rows of the tiles as planned,
-    programs that share such a tile, whether whole tiles of keys come by descriptors, and registers
-    of a thread at most (0: as many as it takes).
+    programs that share such a tile, and whether whole tiles of keys come by descriptors.
     """
 
     tile: int
@@ -49,7 +53,6 @@ class PrefillConfig(NamedTuple):
     rows: int = TILE_ROWS
     programs: int = 1
     descriptors: bool = False
-    registers: int = 0
 
 
 def tile_tokens(group: int, rows: int = TILE_ROWS) -> int:
@@ -63,7 +66,8 @@ def plan_tiles(
     context: np.ndarray | None = None,
     rows: int = TILE_ROWS,
 ) -> np.ndarray:
-    """The tiles of a step: int32 [2, N] of (sequence, first query token in it).
+    """The tiles of a step: int32 [2, 1 + N] of (sequence, first query token in it), behind
+    (N, 0).
 
     lengths: query tokens of each sequence, may be 0. group: query heads of a key head. Tiles come
     in the order of the keys that they see, most first; without the context they are taken to see
@@ -77,7 +81,10 @@ def plan_tiles(
     if context is not None:
         seen = seen + (context - lengths)[sequence]
     order = np.argsort(-seen, kind="stable")
-    return np.stack([sequence[order], first[order]]).astype(np.int32)
+    tiles = np.zeros((2, 1 + len(order)), np.int32)
+    tiles[0, 0] = len(order)
+    tiles[:, 1:] = sequence[order], first[order]
+    return tiles
 
 
 def choose_prefill_config(cache: torch.Tensor, dtype: torch.dtype, group: int) -> PrefillConfig:
@@ -86,9 +93,9 @@ def choose_prefill_config(cache: torch.Tensor, dtype: torch.dtype, group: int) -
     """
     row_bytes = triton.next_power_of_2(cache.shape[3]) * dtype.itemsize
     if row_bytes <= 256:
-        if group <= 32 and can_describe(cache, dtype, 64):
+        if group <= 16 and can_describe(cache, dtype, 64):
             # Two programs on a multiprocessor: one computes weights while the other multiplies.
-            return PrefillConfig(64, 8, 2, programs=2, descriptors=True, registers=128)
+            return PrefillConfig(64, 4, 3, programs=4, descriptors=True)
         return PrefillConfig(64, 16, 3)
     if row_bytes <= 512:
         return PrefillConfig(64 // (dtype.itemsize // 2), 8, 2, programs=2)
@@ -162,29 +169,28 @@ def attend_whole(
     return most, total, acc
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def _prefill_kernel(
+@triton.jit
+def _attend_tile(
     q,
     k_cache,
     v_cache,
     k_blocks,
     v_blocks,
-    tables,
-    rows,
-    starts,
-    contexts,
-    tiles,
+    table,
     out,
-    num_tiles,
+    kv_head,
+    start,
+    length,
+    cached,
+    first_token,
+    tile_end,
     q_stride,
     out_stride,
-    table_stride,
     block_stride,
     scale,
     cap_scale,
     v_scale,
     GROUP: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -194,29 +200,9 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    # Small tiles, which come by descriptors, run head by head: what they read of K and V is then
-    # in the L2 cache. For large ones it counts more that all heads' short ones come last.
-    kv_head = tl.program_id(0 if k_blocks is None else 2)
-    sequence = tl.load(tiles + tl.program_id(1))
-    if sequence < 0:
-        return
-    tile_token = tl.load(tiles + num_tiles + tl.program_id(1))
-    first_token = tile_token + tl.program_id(2 if k_blocks is None else 0) * TOKENS
-    tile_end = tile_token + TILE_TOKENS
-    start = tl.load(starts + sequence)
-    length = tl.load(starts + sequence + 1) - start
-    context = tl.load(contexts + sequence)
-    if (first_token >= length) | (context == 0):
-        return
-    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    """Of a program's tokens, first_token and those behind it, of one sequence."""
     last_token = tl.minimum(tl.minimum(first_token + TOKENS, tile_end), length) - 1
-    cached = context - length
-
     row = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     token = first_token + row // GROUP
@@ -294,6 +280,92 @@ def _prefill_kernel(
     tl.store(out + global_row * out_stride + column, result, mask=inside)
 
 
+@triton.jit(do_not_specialize=["tile_stride"])
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_blocks,
+    v_blocks,
+    tables,
+    rows,
+    starts,
+    contexts,
+    tiles,
+    out,
+    tile_stride,
+    q_stride,
+    out_stride,
+    table_stride,
+    block_stride,
+    scale,
+    cap_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pieces = tl.load(tiles) * (HEADS * PROGRAMS)
+    # What is the same for all pieces is cheaper to compute again than to keep in registers.
+    for piece in tl.range(
+        tl.program_id(0), pieces, tl.num_programs(0), num_stages=1, disable_licm=True
+    ):
+        kv_head, part = piece % HEADS, piece // HEADS
+        tile = tiles + 1 + part // PROGRAMS
+        sequence, tile_token = tl.load(tile), tl.load(tile + tile_stride)
+        first_token = tile_token + part % PROGRAMS * TOKENS
+        start = tl.load(starts + sequence)
+        length = tl.load(starts + sequence + 1) - start
+        context = tl.load(contexts + sequence)
+        if (first_token < tl.minimum(length, tile_token + TILE_TOKENS)) & (context > 0):
+            table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+            _attend_tile(
+                q,
+                k_cache,
+                v_cache,
+                k_blocks,
+                v_blocks,
+                table,
+                out,
+                kv_head,
+                start,
+                length,
+                context - length,
+                first_token,
+                tile_token + TILE_TOKENS,
+                q_stride,
+                out_stride,
+                block_stride,
+                scale,
+                cap_scale,
+                v_scale,
+                GROUP,
+                TOKENS,
+                ROWS,
+                D,
+                DP,
+                BLOCK,
+                TILE,
+                WINDOW,
+                CAPPED,
+                PRECISION,
+            )
+
+
 def prefill_attention(
     q_TQ: torch.Tensor,
     k_cache: torch.Tensor,
@@ -317,8 +389,8 @@ def prefill_attention(
     """Writes out_TQ: causal attention of each sequence's tokens, the last ones of its context.
 
     starts_S1: where each sequence's tokens begin in q, and the end. context_S: tokens in the cache,
-    these included. tiles: `plan_tiles` on the device; sequence -1 is padding. Rows that belong to
-    no tile, or to a sequence of context 0, are not written. window: tokens that are seen, the
+    these included. tiles: `plan_tiles` on the device, padded with anything. Rows that belong to no
+    tile, or to a sequence of context 0, are not written. window: tokens that are seen, the
     token itself included (0: all). The cache holds keys / k_scale and values / v_scale.
     """
     block_size, head_size = block_size_of(k_cache, v_cache, kv_heads), k_cache.shape[3]
@@ -326,20 +398,17 @@ def prefill_attention(
     assert len(tiles) == 2, tiles.shape
     assert tiles.dtype == torch.int32, tiles.dtype
     assert tiles.is_contiguous()
-    if not tiles.shape[1]:
-        return
     config = config or choose_prefill_config(k_cache, q_TQ.dtype, group)
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     rows = config.rows // config.programs
     tokens = max(1, rows // group)
     programs = triton.cdiv(tile_tokens(group, config.rows), tokens)
-    grid = programs, tiles.shape[1], kv_heads
+    places = min(tiles.shape[1] - 1, len(q_TQ) // tile_tokens(group, config.rows) + SPARE_TILES)
     blocks: list[TensorDescriptor | None] = [None, None]
     if config.descriptors:
         box = [1, 1, config.tile, head_size]
         blocks = [TensorDescriptor(x, [*x.shape], [*x.stride()], box) for x in (k_cache, v_cache)]
-    limits = {"maxnreg": config.registers} if config.registers else {}
-    _prefill_kernel[grid if config.descriptors else grid[::-1]](
+    _prefill_kernel[(max(1, places) * programs * kv_heads,)](
         q_TQ,
         k_cache,
         v_cache,
@@ -350,7 +419,7 @@ def prefill_attention(
         context_S,
         tiles,
         out_TQ,
-        tiles.shape[1],
+        tiles.stride(0),
         q_TQ.stride(0),
         out_TQ.stride(0),
         tables_RB.stride(0),
@@ -358,6 +427,8 @@ def prefill_attention(
         score_scale,
         cap_scale,
         v_scale,
+        HEADS=kv_heads,
+        PROGRAMS=programs,
         GROUP=group,
         TILE_TOKENS=tile_tokens(group, config.rows),
         TOKENS=tokens,
@@ -373,7 +444,6 @@ def prefill_attention(
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
-        **limits,
     )
 
 

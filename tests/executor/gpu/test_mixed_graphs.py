@@ -9,8 +9,8 @@ import pytest
 from executor.gpu.conftest import MODELS, TwoRunners, random_tokens
 
 from ringcast.executor.gpu.batch import Step
-from ringcast.executor.gpu.mixed_graphs import Mixed, MixedGraphs, pad_tiles, token_counts
-from ringcast.kernels.gpu.prefill_attention import plan_tiles, tile_tokens
+from ringcast.executor.gpu.mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
+from ringcast.kernels.gpu.prefill_attention import tile_tokens
 from ringcast.mq.sampling_params import SamplingParams
 
 
@@ -45,15 +45,15 @@ def test_only_steps_that_are_short_on_the_device_have_graphs():
 
 def test_every_step_finds_the_smallest_graph_that_holds_it():
     graphs = MixedGraphs([64, 96, 128], capacity=256, group=2)
-    assert graphs.kind_of(step(0, 64)) == Mixed(64, 0, 1 + 64)
-    assert graphs.kind_of(step(1, 64)) == Mixed(96, 96, 1 + 96)
-    assert graphs.kind_of(step(2, 100, 26)) == Mixed(128, 128, 1 + 128)
+    assert graphs.kind_of(step(0, 64)) == Mixed(64, 0, 2 + 64)
+    assert graphs.kind_of(step(1, 64)) == Mixed(96, 96, 2 + 96)
+    assert graphs.kind_of(step(2, 100, 26)) == Mixed(128, 128, 2 + 128)
     assert graphs.kind_of(step(2, 100, 27)) is None
     assert MixedGraphs([], 256, 2).kind_of(step(0, 5)) is None
     few = MixedGraphs([1024], capacity=8, group=2)
-    assert few.kind_of(step(3, 900)) == Mixed(1024, 8, 8 + 8)
+    assert few.kind_of(step(3, 900)) == Mixed(1024, 8, 9 + 8)
     assert len(set(graphs.kinds())) == 6
-    assert graphs.kinds()[0] == Mixed(128, 128, 129)
+    assert graphs.kinds()[0] == Mixed(128, 128, 130)
 
 
 @pytest.mark.parametrize("group", [1, 2, 7])
@@ -65,13 +65,12 @@ def test_there_is_room_for_all_tiles_of_a_step(group):
         lengths = np.diff(
             np.unique([0, *cuts, rng.integers(cuts[-1] + 1 if len(cuts) else 1, 4097)])
         )
-        kind = graphs.kind_of(step(0, *lengths.tolist()))
-        tiles = plan_tiles(lengths, group)
-        padded = pad_tiles(tiles, kind.tiles)
+        made = step(0, *lengths.tolist())
+        kind, tiles = graphs.kind_of(made), lay_out_tiles(made, group, None)
+        assert tiles[0, 0] == tiles.shape[1] - 1 >= -(-lengths.sum() // tile_tokens(group))
+        padded = lay_out_tiles(made, group, kind)
         assert padded.shape == (2, kind.tiles)
         assert (padded[:, : tiles.shape[1]] == tiles).all()
-        assert (padded[:, tiles.shape[1] :] < 0).all()
-    assert tile_tokens(group) >= 1
 
 
 class Replayed(MixedGraphs):

@@ -15,6 +15,7 @@ from kernels.gpu.devices import DEVICE, DTYPES
 from kernels.gpu.paged_cache import TOLERANCES, PagedCache, poisoned, randn, random_cache
 
 from ringcast.kernels.gpu.prefill_attention import (
+    SPARE_TILES,
     PrefillConfig,
     can_describe,
     choose_prefill_config,
@@ -28,7 +29,7 @@ from ringcast.kernels.gpu.prefill_attention import (
 def check(
     cache: PagedCache, lengths: list[int], heads: int, dtype: torch.dtype, padding: int = 2, **how
 ) -> None:
-    """`padding` tokens after the last sequence's stay as they were, with as many tiles of none."""
+    """`padding` tokens after the last sequence's stay as they were, with room for as many tiles."""
     _, kv_heads, _, head_size = cache.k.shape
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tiles = plan_tiles(np.array(lengths), heads // kv_heads, cache.context_S.cpu().numpy())
@@ -121,20 +122,32 @@ def test_a_tile_past_the_end_of_its_sequence_is_skipped():
     q = randn(20, 64, dtype=torch.float32)
     out = poisoned(20, 64, dtype=torch.float32)
     starts = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
-    tiles = torch.tensor([[0], [64]], dtype=torch.int32, device=DEVICE)
+    tiles = torch.tensor([[1, 0], [0, 64]], dtype=torch.int32, device=DEVICE)
     prefill_attention(q, *cache[:4], starts, cache.context_S, tiles, out, scale=1.0, kv_heads=1)
     assert out.isnan().all()
 
 
-def test_a_step_without_tokens_launches_nothing():
+def test_a_step_without_tokens_writes_nothing():
     cache = random_cache([0], 1, 32, 16, torch.float32)
-    check(cache, [0], 2, torch.float32, padding=0)
+    check(cache, [0], 2, torch.float32, padding=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_programs_take_several_tiles_of_many_short_sequences(dtype):
+    """In both orders: without descriptors and with them."""
+    torch.manual_seed(10)
+    lengths = [1, 2, 0, 3] * (SPARE_TILES // 2)
+    contexts = [n and n + 5 * i for i, n in enumerate(lengths)]
+    cache = random_cache(contexts, 2, 16, 64, dtype)
+    assert np.count_nonzero(lengths) > SPARE_TILES + sum(lengths) // tile_tokens(2)
+    check(cache, lengths, 4, dtype)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 128, 200])
 def test_tiles_cover_each_token_once_and_most_keys_come_first(group):
     lengths, context = np.array([1, 0, 300, 128, 77]), np.array([900, 0, 300, 500, 77])
-    sequence, first = plan_tiles(lengths, group, context)
+    (count, *sequence), (_, *first) = plan_tiles(lengths, group, context)
+    assert count == len(sequence)
     tokens = tile_tokens(group)
     covered = [
         (s, t)
@@ -142,7 +155,7 @@ def test_tiles_cover_each_token_once_and_most_keys_come_first(group):
         for t in range(f, min(f + tokens, lengths[s]))
     ]
     assert sorted(covered) == [(s, t) for s, length in enumerate(lengths) for t in range(length)]
-    seen = (context - lengths)[sequence] + np.minimum(first + tokens, lengths[sequence])
+    seen = (context - lengths)[sequence] + np.minimum(np.add(first, tokens), lengths[sequence])
     assert (np.diff(seen) <= 0).all()
 
 
