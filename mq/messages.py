@@ -77,12 +77,14 @@ class ParserSpec(Message):
     tools, reasoning: the parsers' names, "" for none.
     thinking: the prompt ends in the mark that opens the reasoning. The tokenizer sees it.
     parallel: false gives the first call only.
+    types: by tool and parameter, the JSON types that it may have; for parsers of untyped text.
     """
 
     tools: str = ""
     reasoning: str = ""
     thinking: bool = False
     parallel: bool = True
+    types: dict[str, dict[str, list[str]]] = {}
 
 
 class OutputSpec(Message):

@@ -77,11 +77,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="let the model call tools as it sees fit; needs tool_call_parser")
     ] = False
     tool_call_parser: Annotated[
-        Literal["hermes", "llama3_json", "mistral", "pythonic"] | None,
+        Literal[
+            "deepseek_v3",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "pythonic",
+            "qwen3_coder",
+            "qwen3_xml",
+        ]
+        | None,
         Meta(description="how this model writes tool calls"),
     ] = None
     reasoning_parser: Annotated[
-        Literal["deepseek_r1", "qwen3"] | None,
+        Literal["deepseek_r1", "mistral", "qwen3"] | None,
         Meta(description="how this model marks its reasoning, which is given apart from the text"),
     ] = None
     header_timeout: Annotated[

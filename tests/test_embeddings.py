@@ -16,6 +16,7 @@ from tiny_bert import CLS, DIMENSION, MAX_LENGTH, SEP, expected, make_tiny_bert
 from tiny_model import make_tiny_model
 
 from ringcast import LLM, AsyncLLM, SamplingParams
+from ringcast.frontend.cli.main import main
 from ringcast.frontend.http.api_docs import TYPES
 from ringcast.frontend.hub.cache import models_folder
 from ringcast.mq.errors import InvalidRequestError
@@ -247,6 +248,64 @@ def test_an_embedding_server_does_not_generate(server):
             assert param == "model"
             assert "can't generate text" in message
     assert server.post("/v1/embeddings", {"input": "a", "model": "other"})[0] == 404
+
+
+# What a batch asks; the last two can't be answered.
+BATCH = [
+    ("/v1/embeddings", {"input": TEXTS, "model": "tiny"}),
+    ("/v1/embeddings", {"input": [CLS, 7, SEP]}),
+    ("/pooling", {"input": "a"}),
+    ("/score", {"text_1": "a", "text_2": ["b 2", "zzz"]}),
+    ("/v1/score", {"text_1": "a", "text_2": "b 2"}),
+    ("/rerank", {"query": "a 1", "documents": ["zzz", "a 1"]}),
+    ("/v1/rerank", {"query": "a 1", "documents": ["zzz", "a 1"], "top_n": 1}),
+    ("/v2/rerank", {"query": "a 1", "documents": ["zzz"], "return_documents": False}),
+    ("/v1/embeddings", {"input": "a " * 70}),
+    ("/v1/completions", {"prompt": "a"}),
+]
+
+
+def assert_alike(answer, wanted):
+    """But for ids and times, and for what numbers owe to those that they were computed with."""
+    if isinstance(wanted, dict):
+        kept = wanted.keys() - {"id", "created"}
+        assert answer.keys() - {"id", "created"} == kept
+        for name in kept:
+            assert_alike(answer[name], wanted[name])
+    elif isinstance(wanted, list):
+        assert len(answer) == len(wanted)
+        for one, same in zip(answer, wanted, strict=True):
+            assert_alike(one, same)
+    elif isinstance(wanted, float):
+        assert answer == pytest.approx(wanted, abs=1e-5)
+    else:
+        assert answer == wanted
+
+
+def test_a_batch_is_answered_as_by_the_server(bert, server, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": url, "body": body}
+        for i, (url, body) in enumerate(BATCH)
+    ]
+    source.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    engine = (str(bert[0]), "--device", "cpu", "--num-threads", "1", "--served-model-name", "tiny")
+    answers = [server.post(url, body) for url, body in BATCH]
+    usage = [answer["usage"]["total_tokens"] for status, answer in answers if status == 200]
+    for number, options in enumerate((engine, ("--url", server.url))):
+        output = tmp_path / f"out{number}.jsonl"
+        assert main(["batch", str(source), str(output), *options]) == 0
+        said = [msgspec.json.decode(line) for line in output.read_bytes().splitlines()]
+        for line in said:
+            status, wanted = answers[int(line["custom_id"])]
+            response = line["response"]
+            assert response["status_code"] == status
+            if status == 200:
+                assert response["request_id"] in response["body"].pop("id")
+            assert_alike(response["body"], wanted)
+        assert sorted(int(line["custom_id"]) for line in said) == list(range(len(BATCH)))
+        counts = f"8 answered, 2 failed; {sum(usage)} prompt and 0 output tokens"
+        assert counts in capsys.readouterr().err
 
 
 def test_a_generation_server_has_no_embeddings(tmp_path):

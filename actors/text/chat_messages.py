@@ -11,6 +11,22 @@ from ...mq.errors import InvalidRequestError
 ChatMessage = dict[str, Any]
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments, for templates that ask for each of them and for those that add them to a
+    text (DeepSeek's), which is given the JSON as the client sent it.
+    """
+
+    def __init__(self, fields: dict[str, Any], json: str) -> None:
+        super().__init__(fields)
+        self._json = json
+
+    def __add__(self, text: str) -> str:
+        return self._json + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self._json
+
+
 def parse_messages(data: bytes) -> list[ChatMessage]:
     """Messages from the JSON array a user sent: null fields left out, tools' arguments decoded.
 
@@ -79,7 +95,7 @@ def _check_part(place: str, part: Any) -> None:
 
 
 def _tool_calls(place: str, calls: Any) -> list[Any]:
-    """Clients send a call's arguments as JSON text; templates want the object."""
+    """Clients send a call's arguments as JSON text; most templates want the object."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         _refuse(place, "a list of objects", calls)
     return [_tool_call(f"{place}[{i}].function.arguments", call) for i, call in enumerate(calls)]
@@ -89,10 +105,13 @@ def _tool_call(place: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"] or "{}"
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
+        arguments = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"{place} is no valid JSON: {error}", place) from None
+    if isinstance(arguments, dict):
+        arguments = Arguments(arguments, text)
     return call | {"function": function | {"arguments": arguments}}
 
 

@@ -7,7 +7,6 @@ import uuid
 from types import TracebackType
 
 import msgspec
-from aiohttp import web
 
 from ...mq.errors import (
     EngineDeadError,
@@ -19,9 +18,8 @@ from ...mq.errors import (
 from ...mq.server_config import ServerConfig
 from ..async_llm import AsyncLLM
 from ..http.errors import respond
-from ..http.generation import Generation
-from ..http.protocol import ChatRequest, CompletionRequest, read_request, sampling_params
-from .lines import FORMS, BatchRequest, BatchResponse
+from .endpoints import ENDPOINTS, Apis
+from .lines import BatchRequest, BatchResponse
 
 _log = logging.getLogger("ringcast.batch")
 
@@ -37,7 +35,8 @@ class EngineAnswerer:
         """See `Answerer`."""
         request_id = uuid.uuid4().hex
         try:
-            response = await self._generate(request, request_id)
+            answer = ENDPOINTS[request.url](self._apis)
+            response = await answer(request.body, request_id)
         except (EngineDeadError, OverloadedError):
             raise
         except RingcastError as error:
@@ -50,6 +49,7 @@ class EngineAnswerer:
 
     async def __aenter__(self) -> EngineAnswerer:
         await self._engine.__aenter__()
+        self._apis = Apis(self._engine.client, self._server, self._served)
         return self
 
     async def __aexit__(
@@ -59,27 +59,6 @@ class EngineAnswerer:
         traceback: TracebackType | None,
     ) -> None:
         await self._engine.shutdown()
-
-    async def _generate(self, request: BatchRequest, request_id: str) -> web.Response:
-        spec = self._engine.spec
-        form = FORMS[request.url]
-        asked: ChatRequest | CompletionRequest
-        parsers = None
-        if form == "chat":
-            asked = read_request(request.body, ChatRequest)
-            parsers = asked.parsers(self._server)
-        else:
-            asked = read_request(request.body, CompletionRequest)
-        model = self._served(asked.model)
-        prompts = (
-            [asked.chat_prompt()]
-            if isinstance(asked, ChatRequest)
-            else asked.prompts(spec.vocab_size)
-        )
-        params = sampling_params(asked, spec)
-        with Generation(self._engine.client, form, request_id, model, parsers) as generation:
-            generation.submit(prompts, params, asked)
-            return await generation.answer({})
 
     def _served(self, name: str | None) -> str:
         names = self._server.served_model_name or [self._engine.spec.name]

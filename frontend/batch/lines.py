@@ -24,10 +24,7 @@ from typing import Any
 import msgspec
 
 from ...mq.errors import InvalidRequestError
-from ..http.responses import Form
-
-FORMS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-"""What can be asked, by url."""
+from .endpoints import ENDPOINTS
 
 OUTPUT_START = b'{"id":"batch_req_'
 """How every line of an output begins."""
@@ -139,7 +136,7 @@ def read_line(line: bytes, number: int, duplicate: bool) -> BatchRequest:
     custom_id = _custom_id(asked.custom_id, where, duplicate)
     for name, value, allowed in (
         ("method", asked.method, ("POST",)),
-        ("url", asked.url, tuple(FORMS)),
+        ("url", asked.url, tuple(ENDPOINTS)),
     ):
         if value not in allowed:
             said = "it is missing" if value is None else f"got {repr(value)[:80]}"

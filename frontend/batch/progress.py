@@ -75,5 +75,6 @@ class BatchProgress:
         self._bar.stop()
 
     def _speed(self) -> float:
-        """Output tokens a second."""
-        return self._tally.output_tokens / max(time.monotonic() - self._start, 1e-9)
+        """Output tokens a second; where there are none, as of embeddings, prompt tokens."""
+        tokens = self._tally.output_tokens or self._tally.prompt_tokens
+        return tokens / max(time.monotonic() - self._start, 1e-9)

@@ -44,8 +44,8 @@ class Tally:
             return
         self.answered += 1
         usage = _usage_of(response.body)
-        self.prompt_tokens += usage.prompt_tokens
-        self.output_tokens += usage.completion_tokens
+        self.prompt_tokens += usage.prompt_tokens + usage.input_tokens
+        self.output_tokens += usage.completion_tokens + usage.output_tokens
 
     @property
     def any_answered(self) -> bool:
@@ -97,8 +97,12 @@ async def _answer(request: BatchRequest, answerer: Answerer) -> BatchResponse:
 
 
 class _Usage(msgspec.Struct):
+    """By the names of completions and embeddings, and by those of /v1/responses."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _UsageField(msgspec.Struct):

@@ -54,13 +54,18 @@ _Serving = msgspec.defstruct(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="IN", help="a file of requests, one a line; - is stdin")
+    parser.add_argument(
+        "input", metavar="IN", nargs="?", help="a file of requests, one a line; - is stdin"
+    )
     parser.add_argument(
         "output",
         metavar="OUT",
+        nargs="?",
         help="the file to append answers to, as they come; what is in it isn't asked again; "
         "- is stdout",
     )
+    parser.add_argument("-i", "--input-file", metavar="IN", help="IN by name, as vLLM has it")
+    parser.add_argument("-o", "--output-file", metavar="OUT", help="likewise OUT")
     parser.add_argument("--url", help="ask the server there instead of starting an engine")
     parser.add_argument(
         "--overwrite", action="store_true", help="lose what is in OUT and answer everything"
@@ -77,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _sort_words(args)
     config = read_options(args, EngineConfig)
     server = build(ServerConfig, msgspec.structs.asdict(read_options(args, _Serving)))
     if args.url is not None:
@@ -95,6 +101,19 @@ def run(args: argparse.Namespace) -> int:
         else:
             say(f"nothing to do: {output.name} has all {source.num_lines:,} answers")
     return 0 if tally.any_answered else 1
+
+
+def _sort_words(args: argparse.Namespace) -> None:
+    """Words are IN, OUT and MODEL, without those that options name."""
+    places = (args.input, args.output, args.model_argument)
+    words = [word for word in places if word is not None]
+    for place, named in (("input", args.input_file), ("output", args.output_file)):
+        if named is None and not words:
+            raise ConfigError(f"no {place} file: say `ringcast batch IN OUT [MODEL]`")
+        setattr(args, place, words.pop(0) if named is None else named)
+    args.model_argument = words.pop(0) if words else None
+    if words:
+        raise ConfigError(f"{words[0]!r} is one word too many")
 
 
 def _read_input(args: argparse.Namespace, progress: StartProgress) -> InputFile:

@@ -78,8 +78,6 @@ _NO_EFFECT = "Accepted, as clients send it; it changes nothing"
 _KEY = "key"
 _SUMMARIES = {
     "/status": "The processes, the channels between them, and what they count",
-    "/v1/chat/completions": "The assistant's next message of a chat",
-    "/v1/completions": "How a text goes on",
     "/v1/models": "The names by which the model goes",
     "/v1/models/{model}": "One of these names",
     "/version": "The server's version",

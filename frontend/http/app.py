@@ -12,7 +12,7 @@ from aiohttp import web
 from ... import __version__
 from ...mq.config import ModelSpec
 from ...mq.errors import UnknownModelError
-from ...mq.messages import Message, Prompt
+from ...mq.messages import Message
 from ...mq.server_config import ServerConfig
 from ...mq.supervision import Status
 from ...mq.tallies import Shape, Tallies
@@ -25,14 +25,11 @@ from .api_docs import DocsApi
 from .body_limit import body_within
 from .cors import Cors
 from .errors import errors_as_json, respond
-from .event_stream import WriteBatch
-from .generation import Generation
+from .generation_api import GenerationApi
 from .load import LoadApi
 from .metrics import Metrics
 from .pooling import PoolingApi
-from .protocol import ChatRequest, CompletionRequest, read_request, sampling_params
 from .response_api import ResponsesApi
-from .responses import Form
 from .scale import AskScale, ScaleApi
 from .tokenize import TokenizeApi
 from .web_page import WebPage
@@ -76,8 +73,7 @@ def make_app(
         ScaleApi(scale).add_routes(app)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.model)
-    app.router.add_post("/v1/completions", api.completions)
-    app.router.add_post("/v1/chat/completions", api.chat_completions)
+    GenerationApi(client, server, api.served).add_routes(app)
     LoadApi(client).add_routes(app)
     TokenizeApi(client, api.served).add_routes(app)
     ResponsesApi(client, server, api.served).add_routes(app)
@@ -114,11 +110,9 @@ class Api:
     ) -> None:
         self._client = client
         self._spec = spec
-        self._server = server
         self._names = server.served_model_name or [spec.name]
         self._status = status
         self._started = int(time.time())
-        self._writes = WriteBatch()
 
     async def health(self, _: web.Request) -> web.Response:
         """Whether to leave this server running: it works, or will again by itself."""
@@ -147,36 +141,6 @@ class Api:
 
     async def model(self, request: web.Request) -> web.Response:
         return _json(self._card(self.served(request.match_info["model"])))
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(await request.read(), CompletionRequest)
-        model = self.served(asked.model)
-        prompts = asked.prompts(self._spec.vocab_size)
-        return await self._generate(request, asked, "completion", model, prompts)
-
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(await request.read(), ChatRequest)
-        model = self.served(asked.model)
-        return await self._generate(request, asked, "chat", model, [asked.chat_prompt()])
-
-    async def _generate(
-        self,
-        request: web.Request,
-        asked: CompletionRequest | ChatRequest,
-        form: Form,
-        model: str,
-        prompts: list[Prompt],
-    ) -> web.StreamResponse:
-        params = sampling_params(asked, self._spec)
-        request_id.check(request)
-        headers = {request_id.HEADER: request_id.current()}
-        parsers = asked.parsers(self._server) if isinstance(asked, ChatRequest) else None
-        with Generation(self._client, form, request_id.current(), model, parsers) as generation:
-            generation.submit(prompts, params, asked)
-            if asked.stream:
-                usage = asked.include_usage
-                return await generation.stream(request, usage, headers, self._writes)
-            return await generation.answer(headers)
 
     def served(self, name: str | None) -> str:
         """The name the client used, if it is one of this server's. None is the first of them."""

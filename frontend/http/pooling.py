@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from .pooling_protocol import (
     ScoreRequest,
     read_pooling_request,
 )
+from .whole_answer import over_http
 
 
 class PoolingApi:
@@ -38,37 +38,37 @@ class PoolingApi:
         self._served = served
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
-        router.add_post("/v1/embeddings", self.embeddings)
-        router.add_post("/pooling", self.pooling)
+        router.add_post("/v1/embeddings", over_http(self.embeddings))
+        router.add_post("/pooling", over_http(self.pooling))
         for path in ("/score", "/v1/score"):
-            router.add_post(path, self.score)
+            router.add_post(path, over_http(self.score))
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            router.add_post(path, self.rerank)
+            router.add_post(path, over_http(self.rerank))
 
-    async def embeddings(self, request: web.Request) -> web.Response:
+    async def embeddings(self, body: bytes, name: str) -> web.Response:
         """Vectors of texts (an embedding model's)."""
-        return await self._vectors(request, "embd", "embedding", "embedding")
+        return await self._vectors(body, f"embd-{name}", "embedding", "embedding")
 
-    async def pooling(self, request: web.Request) -> web.Response:
+    async def pooling(self, body: bytes, name: str) -> web.Response:
         """The same vectors, as vLLM gives them."""
-        return await self._vectors(request, "pool", "pooling", "data")
+        return await self._vectors(body, f"pool-{name}", "pooling", "data")
 
-    async def score(self, request: web.Request) -> web.Response:
+    async def score(self, body: bytes, name: str) -> web.Response:
         """How alike texts are: the cosine of their vectors."""
         self._client.check_kind(pooled=True)
-        asked = read_pooling_request(await request.read(), ScoreRequest)
+        asked = read_pooling_request(body, ScoreRequest)
         model = self._served(asked.model)
         first, second = asked.prompts()
         pairs = pair_up(len(first), len(second), ("text_1", "text_2"))
         done = await self._embed([*first, *second], asked, "text_2")
         scores = _scores(done, [(a, len(first) + b) for a, b in pairs])
         data = [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
-        return _listed("score", model, data, done)
+        return _listed(f"score-{name}", model, data, done)
 
-    async def rerank(self, request: web.Request) -> web.Response:
+    async def rerank(self, body: bytes, name: str) -> web.Response:
         """The documents by their likeness to the query, the likest first."""
         self._client.check_kind(pooled=True)
-        asked = read_pooling_request(await request.read(), RerankRequest)
+        asked = read_pooling_request(body, RerankRequest)
         model = self._served(asked.model)
         done = await self._embed(asked.prompts(), asked, "documents")
         scores = _scores(done, [(0, i) for i in range(1, len(done))])
@@ -79,14 +79,12 @@ class PoolingApi:
             if asked.return_documents:
                 result["document"] = {"text": asked.documents[i]}
             results.append(result)
-        name = f"rerank-{uuid.uuid4().hex}"
-        return _json({"id": name, "model": model, "usage": _usage(done), "results": results})
+        usage = _usage(done)
+        return _json({"id": f"rerank-{name}", "model": model, "usage": usage, "results": results})
 
-    async def _vectors(
-        self, request: web.Request, prefix: str, kind: str, field: str
-    ) -> web.Response:
+    async def _vectors(self, body: bytes, name: str, kind: str, field: str) -> web.Response:
         pooling = self._pooling()
-        asked = read_pooling_request(await request.read(), EmbeddingRequest)
+        asked = read_pooling_request(body, EmbeddingRequest)
         model = self._served(asked.model)
         prompts = asked.prompts(self._spec.vocab_size, pooling)
         done = await self._embed(prompts, asked, "input")
@@ -95,7 +93,7 @@ class PoolingApi:
             {"object": kind, "index": i, field: _encoded(one.vector, as_text)}
             for i, one in enumerate(done)
         ]
-        return _listed(prefix, model, data, done)
+        return _listed(name, model, data, done)
 
     def _pooling(self) -> PoolingSpec:
         self._client.check_kind(pooled=True)
@@ -113,7 +111,7 @@ class PoolingApi:
                 f"{client.max_num_queued_reqs} requests at most",
                 param=param,
             )
-        if count > client.room > 0:
+        if count > client.room:
             raise OverloadedError(f"there is room for {client.room} more requests, not {count}")
         try:
             return await embed(client, prompts, [asked.priority] * count, keep_prompt_tokens=keep)
@@ -136,11 +134,11 @@ def _encoded(vector: NDArray[np.float32], as_text: bool) -> str | list[float]:
 
 
 def _listed(
-    prefix: str, model: str, data: list[dict[str, Any]], done: Sequence[Embedded]
+    name: str, model: str, data: list[dict[str, Any]], done: Sequence[Embedded]
 ) -> web.Response:
     return _json(
         {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": name,
             "object": "list",
             "created": int(time.time()),
             "model": model,

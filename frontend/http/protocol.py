@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...actors.text.event_renderer import REASONING_NAMES
+from ...actors.text.parsers.output_parser import takes_types
 from ...mq.config import ModelSpec
 from ...mq.errors import InvalidRequestError
 from ...mq.messages import ChatPrompt, ParserSpec, Prompt
 from ...mq.sampling_params import MAX_LOGPROBS, SamplingParams
 from ...mq.server_config import ServerConfig
 from ..prompts import chat_prompt, text_prompt, tokens_prompt
+from .tool_types import parameter_types
 from .tools import check_tool_choice, check_tools, tool_parser
 
 IGNORED = frozenset(
@@ -219,7 +221,12 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         tools = tool_parser(self.tools, self.tool_choice, server)
         if not tools and server.reasoning_parser is None:
             return None
-        return ParserSpec(tools, server.reasoning_parser or "", parallel=self.parallel_tool_calls)
+        return ParserSpec(
+            tools,
+            server.reasoning_parser or "",
+            parallel=self.parallel_tool_calls,
+            types=parameter_types(self.tools) if takes_types(tools) else {},
+        )
 
 
 R = TypeVar("R", CompletionRequest, ChatRequest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 from aiohttp import web
@@ -50,11 +51,23 @@ class ResponsesApi:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """An answer to text or a list of messages (OpenAI's Responses API)."""
         asked = read_response_request(await request.read())
-        model = self._served(asked.model)
-        params = asked.sampling_params(self._client.spec)
         request_id.check(request)
         name = request_id.current()
         headers = {request_id.HEADER: name}
+        with self._begin(asked, name) as said:
+            if asked.stream:
+                return await _stream(request, said, headers)
+            return await said.whole(headers)
+
+    async def whole_response(self, body: bytes, name: str) -> web.Response:
+        """See WholeAnswer."""
+        with self._begin(read_response_request(body), name) as said:
+            return await said.whole({})
+
+    @contextlib.contextmanager
+    def _begin(self, asked: ResponseRequest, name: str) -> Iterator[Said]:
+        model = self._served(asked.model)
+        params = asked.sampling_params(self._client.spec)
         builder = ResponseBuilder(_response(asked, f"resp_{name}", model, params))
         output = OutputSpec(
             client=self._client.index,
@@ -69,23 +82,7 @@ class ResponsesApi:
             cache_salt=asked.cache_salt,
             priority=asked.priority,
         ) as handle:
-            said = Said(handle, builder, self._parsers)
-            first = b"".join(builder.begin())
-            try:
-                first += said.take(await handle.mailbox.take())
-            except InvalidRequestError as error:
-                if error.param == "messages":
-                    error.param = "input"
-                raise
-            if asked.stream:
-                return await _stream(request, said, first, headers)
-            while chunks := await handle.mailbox.take():
-                said.take(chunks)
-        return web.Response(
-            body=msgspec.json.encode(builder.response),
-            content_type="application/json",
-            headers=headers,
-        )
+            yield Said(handle, builder, self._parsers)
 
 
 class Said:
@@ -97,6 +94,24 @@ class Said:
         self.handle = handle
         self.builder = builder
         self._parser = None if parsers is None else OutputParser(parsers, handle.request_id, 0)
+
+    async def first(self) -> bytes:
+        """The events that an answer begins with. Raises what the request is refused with."""
+        events = b"".join(self.builder.begin())
+        try:
+            return events + self.take(await self.handle.mailbox.take())
+        except InvalidRequestError as error:
+            if error.param == "messages":
+                error.param = "input"
+            raise
+
+    async def whole(self, headers: dict[str, str]) -> web.Response:
+        """All of it at once. Raises whatever the request ends with."""
+        await self.first()
+        while chunks := await self.handle.mailbox.take():
+            self.take(chunks)
+        body = msgspec.json.encode(self.builder.response)
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     def take(self, chunks: list[Chunk]) -> bytes:
         """The events of these chunks."""
@@ -112,9 +127,8 @@ class Said:
         return events if finish is None else events + self.builder.end(finish)
 
 
-async def _stream(
-    request: web.Request, said: Said, first: bytes, headers: dict[str, str]
-) -> web.StreamResponse:
+async def _stream(request: web.Request, said: Said, headers: dict[str, str]) -> web.StreamResponse:
+    first = await said.first()
     response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
     await response.prepare(request)
     take = said.handle.mailbox.take

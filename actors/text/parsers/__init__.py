@@ -11,13 +11,17 @@ import importlib
 from typing import Any
 
 TOOL_PARSERS = {
+    "deepseek_v3": "ringcast.actors.text.parsers.deepseek_v3:DeepSeekV3Parser",
     "hermes": "ringcast.actors.text.parsers.hermes:HermesParser",
     "llama3_json": "ringcast.actors.text.parsers.llama3_json:Llama3JsonParser",
     "mistral": "ringcast.actors.text.parsers.mistral:MistralParser",
     "pythonic": "ringcast.actors.text.parsers.pythonic:PythonicParser",
+    "qwen3_coder": "ringcast.actors.text.parsers.qwen3_coder:Qwen3CoderParser",
+    "qwen3_xml": "ringcast.actors.text.parsers.qwen3_coder:Qwen3CoderParser",  # vLLM has both
 }
 REASONING_PARSERS = {
     "deepseek_r1": "ringcast.actors.text.parsers.deepseek_r1:DeepSeekR1Parser",
+    "mistral": "ringcast.actors.text.parsers.mistral_think:MistralThinkParser",
     "qwen3": "ringcast.actors.text.parsers.qwen3:Qwen3Parser",
 }
 

@@ -30,7 +30,8 @@ class OutputParser:
         if spec.reasoning:
             self._reasoning = find_parser(REASONING_PARSERS, spec.reasoning)()
         if spec.tools:
-            self._tools = find_parser(TOOL_PARSERS, spec.tools)(f"{request_id}/{choice}")
+            kind = find_parser(TOOL_PARSERS, spec.tools)
+            self._tools = kind(f"{request_id}/{choice}", spec.types)
 
     def feed(self, text: str) -> list[Delta]:
         if self._reasoning is None:
@@ -98,6 +99,11 @@ def put_together(deltas: list[Delta]) -> ParsedOutput:
 def markers_of(spec: ParserSpec) -> frozenset[str]:
     """What may be special tokens and must be in the text."""
     return frozenset(marker for parser in _classes(spec) for marker in parser.markers)
+
+
+def takes_types(tools: str) -> bool:
+    """Whether the parser of calls by this name asks for the types of parameters."""
+    return bool(tools) and bool(find_parser(TOOL_PARSERS, tools).typed)
 
 
 def opener_of(spec: ParserSpec) -> str:

@@ -6,8 +6,8 @@ The contract:
    left when no more comes, and is called once. Neither ever raises, whatever the text.
 2. What has been returned after some text does not depend on how the text was cut into pieces.
 3. What is no complete, well-formed call is content, letter by letter. A call is returned once it is
-   complete, with its arguments as the model wrote them. Only whitespace between calls and after
-   them, and the marks around them, are dropped.
+   complete, with its arguments as JSON: as the model wrote them, where it writes JSON. Only
+   whitespace between calls and after them, and the marks around them, are dropped.
 4. The time is linear in the text: what has turned out to be no call is not read again.
 
 A parser's rules are a grammar: a coroutine (`_parse`) that is sent the text a character at a time,
@@ -31,6 +31,7 @@ T = TypeVar("T")
 Run = re.Pattern[str] | None
 Grammar = Generator[Run, str, T]
 ANYTHING = re.compile(r"(?s:.+)")
+MAX_NAME_LENGTH = 256
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +113,7 @@ class Parser(ABC):
 
         What comes before it is released; whitespace is held with it where `first` still holds.
 
-        again: what is held already, to be looked at first. It has no whole marker in it.
+        again: what is held already, to be looked at first: a marker, or the beginning of one.
         first: there was only whitespace so far, so `begins_first` and `fillers` count.
         """
         seen = again  # the last of the text, where a marker may have begun
@@ -158,15 +159,44 @@ class Parser(ABC):
             piece = yield json.run
         return None
 
-    def _undo(self) -> str:
-        """The candidate that is held is none: release it but for its last character.
+    def _tag(self, *tags: str) -> Grammar[str]:
+        """Which of these comes next but for whitespace; nothing as soon as none can."""
+        seen = yield from self._skip_blanks()
+        while seen not in tags:
+            if not any(tag.startswith(seen) for tag in tags):
+                return ""
+            seen += yield None
+        return seen
 
-        That one is what it couldn't have, and a marker may begin with it. It is returned, for
-        `_find` to look at again.
+    def _name(self, end: str) -> Grammar[str]:
+        """What comes before the character `end`; nothing as soon as it can't be a name."""
+        name = ""
+        while (letter := (yield None)) != end:
+            name += letter
+            if letter in "<\n" or len(name) > MAX_NAME_LENGTH:
+                return ""
+        return name.strip()
+
+    def _until(self, mark: str) -> Grammar[str]:
+        """What comes before a mark, which is held as well. (It begins as it doesn't go on.)"""
+        run = re.compile(f"[^{re.escape(mark[0])}]+")
+        parts, seen = [], ""  # seen: the last of it, where the mark may have begun
+        while seen != mark:
+            piece = yield None if seen else run
+            parts.append(piece)
+            seen += piece
+            _, length = _overlap(seen, (mark,))
+            seen = seen[len(seen) - length :]
+        return "".join(parts)[: -len(mark)]
+
+    def _undo(self) -> str:
+        """The candidate that is held is none: release it but for its end, if a marker may begin
+        there. That is returned, for `_find` to look at again.
         """
-        last = self._held[-1]
-        self._release(len(last))
-        return last
+        held = "".join(self._held)
+        _, length = _overlap(held, self.begins)
+        self._release(length)
+        return held[len(held) - length :]
 
     def _release(self, num_kept: int = 0) -> None:
         """What is held is text, but for the last characters of it."""

@@ -1,4 +1,4 @@
-"""Reasoning between <think> and </think>, at the beginning of an output."""
+"""Reasoning between two marks such as <think> and </think>, at the beginning of an output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .parser import ANYTHING, Content, Grammar, Parser, Reasoning
 
 
 class ThinkParser(Parser):
-    """Without the end mark the reasoning goes on to the end of the text.
+    """`begins` has the end mark. Without it the reasoning goes on to the end of the text.
 
     opener: the mark that begins the reasoning. Where a chat template writes it at the end of the
         prompt, the text that is parsed is given it at its beginning.

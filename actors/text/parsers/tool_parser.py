@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from .parser import Parser, ToolCallArguments, ToolCallStart
+
+Types = dict[str, dict[str, list[str]]]
 
 
 class ToolParser(Parser):
     """key: tells this choice from every other there has been; the ids of its calls are made of it.
 
     So a choice that is taken over by another engine has the same ids.
+
+    types: as in ParserSpec. typed: whether the parser asks for them.
     """
 
-    def __init__(self, key: str) -> None:
+    typed: ClassVar[bool] = False
+
+    def __init__(self, key: str, types: Types | None = None) -> None:
         self._key = key
+        self._types = types or {}
         super().__init__()
 
     def call_id(self, index: int) -> str:
@@ -49,11 +56,11 @@ class ToolParser(Parser):
 
 def is_object(text: str) -> bool:
     """Whether this is valid JSON, and an object."""
-    return isinstance(_decode(text), dict)
+    return isinstance(read_json(text), dict)
 
 
 def _read_call(text: str, keys: tuple[str, ...]) -> tuple[str, str] | None:
-    whole = _decode(text)
+    whole = read_json(text)
     if not isinstance(whole, dict):
         return None
     name = whole.get("name")
@@ -66,7 +73,7 @@ def _read_call(text: str, keys: tuple[str, ...]) -> tuple[str, str] | None:
     return name, bytes(raw[given[0]]).decode()
 
 
-def _decode(text: str) -> Any:
+def read_json(text: str) -> Any:
     """None for what is no JSON."""
     try:
         return msgspec.json.decode(text)

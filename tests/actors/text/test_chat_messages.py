@@ -44,6 +44,22 @@ def test_arguments_of_tool_calls_become_objects() -> None:
     assert message["tool_calls"] == [call({"x": 1}), call({"y": 2}), call({}), {"type": "other"}]
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ '[' + a + ']' }}", '[{"x":1, "y": [null]}]'),
+        ("{{ a | tojson }}", '{"x": 1, "y": [null]}'),
+        ("{% for k, v in a | items %}{{ k }}={{ v }};{% endfor %}", "x=1;y=[None];"),
+        ("{{ a is mapping }} {{ a.x + 1 }}", "True 2"),
+    ],
+)
+def test_templates_may_take_arguments_as_an_object_or_as_text(source: str, text: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": '{"x":1, "y": [null]}'}}]
+    messages = parse([{"role": "assistant", "tool_calls": calls}])
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}" + source
+    assert ChatTemplate(source).render(messages, {}) == text
+
+
 def test_contents_of_either_kind() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = parse([{"role": "user", "content": parts}, {"role": "user", "content": "c"}])

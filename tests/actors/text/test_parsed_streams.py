@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.logprob_rows import LogprobRow, pack_rows
+from ringcast.actors.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 from ringcast.actors.text.parsers.output_parser import parse_output
 from ringcast.actors.text.text_tokenizer import TextTokenizer
 from ringcast.mq import codec
@@ -36,10 +37,15 @@ MARKS = [
     "[TOOL_CALLS]",
     "<|im_end|>",
     "<pad>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
 ]
 CALL = '{"name": "f", "arguments": {"a": "é🦊"}}'
 TEXT = f"<think>Hm.</think>Yes <pad>so<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}"
 BOTH = ParserSpec("hermes", "qwen3")
+XML = "<function=f><parameter=a>1</parameter></function>"
+FENCED = 'f\n```json\n{"a": 1}\n```'
+DEEPSEEK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{FENCED}<｜tool▁call▁end｜>"
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +174,19 @@ def test_marks_of_other_parsers_are_left_out(player: Player, tokenizer: TextToke
     assert said(player.play(tokens, ParserSpec(reasoning="qwen3")))["reasoning"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [("deepseek_v3", DEEPSEEK), ("qwen3_coder", f"<tool_call>{XML}</tool_call>")],
+)
+def test_calls_of_other_parsers(
+    player: Player, tokenizer: TextTokenizer, parser: str, text: str
+) -> None:
+    got = said(player.play(tokenizer.encode(f"Yes{text}<pad>"), ParserSpec(parser)))
+    assert got["content"] == "Yes"
+    assert [call[1] for call in got["calls"]] == ["f"]
+    assert got["reason"] == "tool_calls"
+
+
 def test_all_special_tokens_stay_where_asked_for(player: Player, tokenizer: TextTokenizer) -> None:
     got = said(player.play(tokenizer.encode(TEXT), skip_special_tokens=False))
     assert got["content"] == "Yes <pad>so"
@@ -262,7 +281,26 @@ def test_every_takeover(player: Player, tokenizer: TextTokenizer, stop: tuple[st
         check_resumed(player, tokens, cut, stop=stop)
 
 
-PARTS = st.sampled_from([*MARKS, CALL, CALL[:9], CALL[9:], " ", "\n", "x", "[", "]", "{", "é"])
+PARTS = st.sampled_from(
+    [
+        *MARKS,
+        CALL,
+        CALL[:9],
+        CALL[9:],
+        XML,
+        XML[:9],
+        XML[9:],
+        DEEPSEEK,
+        FENCED,
+        " ",
+        "\n",
+        "x",
+        "[",
+        "]",
+        "{",
+        "é",
+    ]
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -270,8 +308,8 @@ PARTS = st.sampled_from([*MARKS, CALL, CALL[:9], CALL[9:], " ", "\n", "x", "[", 
     parts=st.lists(PARTS, max_size=6),
     groups=st.lists(st.integers(1, 9), max_size=40),
     cut=st.integers(0, 60),
-    tools=st.sampled_from(["", "hermes", "mistral", "llama3_json", "pythonic"]),
-    reasoning=st.sampled_from(["", "qwen3", "deepseek_r1"]),
+    tools=st.sampled_from(["", *TOOL_PARSERS]),
+    reasoning=st.sampled_from(["", *REASONING_PARSERS]),
     thinking=st.booleans(),
     stop=st.sampled_from([(), ("x", "}}"), ("<tool_call>",)]),
 )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from ringcast.frontend.async_llm import AsyncLLM
+from ringcast.frontend.batch.endpoints import ENDPOINTS
 from ringcast.frontend.batch.engine_answerer import EngineAnswerer
 from ringcast.frontend.batch.lines import BatchRequest
 from ringcast.mq.errors import EngineDeadError, OverloadedError
@@ -18,6 +19,8 @@ from ringcast.mq.server_config import ServerConfig
 TEXT = "Hello, wörld 🌍!"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+RESPONSE_URL = "/v1/responses"
+POOLING_URLS = sorted(ENDPOINTS.keys() - {CHAT_URL, COMPLETION_URL, RESPONSE_URL})
 
 
 def make(**options: Any) -> EngineAnswerer:
@@ -63,6 +66,11 @@ async def test_completions_of_several_prompts(connection: Any, engine: Any) -> N
         (COMPLETION_URL, {"prompt": "a", "priority": 3}),
         (COMPLETION_URL, [1]),
         (COMPLETION_URL, b'{"prompt": "\xff"}'),
+        (RESPONSE_URL, {}),
+        (RESPONSE_URL, {"input": []}),
+        (RESPONSE_URL, {"input": "hi", "max_output_tokens": 0}),
+        (RESPONSE_URL, {"input": "hi", "previous_response_id": "resp_1"}),
+        *((url, {"input": "hi"}) for url in POOLING_URLS),  # not by a model that generates
     ],
 )
 async def test_what_the_server_refuses_is_refused_in_its_words(
@@ -71,11 +79,30 @@ async def test_what_the_server_refuses_is_refused_in_its_words(
     asked = ask(url, body)
     async with serve() as server, server.http.post(url, data=asked.body) as answer:
         status, said = answer.status, await answer.read()
-    async with make() as answerer:
+    async with EngineAnswerer(AsyncLLM("fake-model"), ServerConfig()) as answerer:
         response = await answerer.answer(asked)
     assert status == 400
     assert (response.status_code, bytes(response.body)) == (status, said)
     assert engine.generated == []
+
+
+async def test_a_response(connection: Any, serve: Any, engine: Any) -> None:
+    engine.words = ["<think>", "Hm", "</think>", *engine.words]
+    body = {"input": "hi", "instructions": "Be kind.", "metadata": {"a": "b"}, "seed": 5}
+    server = ServerConfig(reasoning_parser="qwen3")
+    async with serve(reasoning_parser="qwen3") as by_http:
+        answer = await by_http.http.post(RESPONSE_URL, json={**body, "model": "fake-model"})
+        wanted = await answer.json()
+    async with EngineAnswerer(AsyncLLM("some-model"), server) as answerer:
+        response = await answerer.answer(ask(RESPONSE_URL, body))
+    assert response.status_code == 200
+    said = msgspec.json.decode(response.body)
+    assert said["id"] == f"resp_{response.request_id}"
+    assert [item["type"] for item in said["output"]] == ["reasoning", "message"]
+    assert said["output"][1]["content"][0]["text"] == TEXT
+    assert said["usage"] == wanted["usage"]
+    assert said.keys() == wanted.keys()
+    assert [sent.params.seed for sent in engine.generated] == [5, 5]
 
 
 async def test_names_of_the_model(connection: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ringcast.frontend.batch.endpoints import ENDPOINTS
 from ringcast.frontend.batch.lines import (
     OUTPUT_START,
     BatchResponse,
@@ -35,6 +36,11 @@ def test_a_request() -> None:
     assert read_line(as_line(more="fields"), 1, False).custom_id == "a"
 
 
+@pytest.mark.parametrize("url", ENDPOINTS)
+def test_every_endpoint_can_be_asked(url: str) -> None:
+    assert read_line(as_line(url=url), 1, False).url == url
+
+
 @pytest.mark.parametrize("body", [[1], "text", 7, None])
 def test_what_is_wrong_with_a_body_is_said_by_whoever_answers(body: Any) -> None:
     assert json.loads(read_line(as_line(body=body), 1, False).body) == body
@@ -53,7 +59,8 @@ def test_what_is_wrong_with_a_body_is_said_by_whoever_answers(body: Any) -> None
         (as_line(custom_id=""), "invalid_custom_id", "custom_id", "got ''"),
         (as_line(method=...), "invalid_method", "method", "must be POST, it is missing"),
         (as_line(method="GET"), "invalid_method", "method", "must be POST, got 'GET'"),
-        (as_line(url="/v1/embeddings"), "invalid_url", "url", "/v1/chat/completions or /v1/compl"),
+        (as_line(url="/v1/models"), "invalid_url", "url", "/v1/chat/completions or /v1/compl"),
+        (as_line(url="/v1/audio/speech"), "invalid_url", "url", "or /v2/rerank, got '/v1/audio/"),
         (as_line(url=["/v1/completions"]), "invalid_url", "url", "got ['/v1/completions']"),
         (as_line(body=...), "missing_body", "body", "body is missing"),
         (as_line(body={"stream": True}), "invalid_stream", "body.stream", "absent or false"),

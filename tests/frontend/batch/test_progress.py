@@ -37,6 +37,7 @@ def test_the_summary() -> None:
         r"1,200 answered, 3 failed; 5,000 prompt and 60 output tokens in \d+\.\d s, [\d,]+ tok/s",
         said,
     )
-    tally.earlier = 7
+    tally.earlier, tally.output_tokens = 7, 0
     said = BatchProgress(tally, 2000, Console(file=io.StringIO())).summary()
     assert "3 failed (7 more in earlier runs);" in said
+    assert not said.endswith(" 0 tok/s")  # those of prompts, where there are no others

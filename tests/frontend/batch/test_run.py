@@ -147,6 +147,21 @@ async def test_failed_answers_count_as_such(make: Any, body: bytes) -> None:
     assert json.loads(batch.path.read_bytes())["response"]["body"] == json.loads(body)
 
 
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        (b'{"prompt_tokens":3,"total_tokens":3}', (3, 0)),  # of embeddings
+        (b'{"input_tokens":3,"output_tokens":2,"total_tokens":5}', (3, 2)),  # of responses
+    ],
+)
+async def test_usage_by_other_names(make: Any, usage: bytes, counts: tuple[int, int]) -> None:
+    batch = make()
+    batch.answerer.let_all()
+    batch.answerer.body = b'{"usage":' + usage + b"}"
+    await batch.run(lines("a"), 1)
+    assert (batch.tally.prompt_tokens, batch.tally.output_tokens) == counts
+
+
 async def test_an_answer_without_usage(make: Any) -> None:
     batch = make()
     batch.answerer.let_all()

@@ -16,6 +16,7 @@ import pytest
 from serving import gone, until
 from tiny_model import make_tiny_model
 
+from ringcast.frontend.batch.endpoints import ENDPOINTS
 from ringcast.frontend.cli.main import main
 from ringcast.mq.errors import ConfigError, EngineDeadError
 
@@ -72,6 +73,35 @@ def test_a_batch(connection: Any, files: Any, capsys: Any) -> None:
     assert "2 answered, 4 failed; 14 prompt and 10 output tokens in " in captured.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-i", "IN", "-o", "OUT", "some-model"],
+        ["-o", "OUT", "IN", "some-model"],
+        ["some-model", "--input-file", "IN", "--output-file", "OUT"],
+        ["-i", "IN", "OUT", "--model", "some-model"],
+    ],
+)
+def test_files_by_vllms_names(connection: Any, files: Any, words: list[str]) -> None:
+    source, output = files
+    write(source, ask("a"))
+    named = {"IN": str(source), "OUT": str(output)}
+    assert main(["batch", *(named.get(word, word) for word in words)]) == 0
+    assert connection.launched[0].model == "some-model"
+    assert statuses(output) == {"a": 200}
+
+
+def test_every_endpoint_is_asked_and_an_error_costs_its_line_alone(
+    connection: Any, files: Any, capsys: Any
+) -> None:
+    source, output = files
+    write(source, *(ask(url) | {"url": url} for url in ENDPOINTS), ask("no") | {"url": "/v1/no"})
+    assert main(["batch", str(source), str(output)]) == 0
+    good = {"/v1/completions": 200}  # all others miss something, and this model makes no vectors
+    assert statuses(output) == dict.fromkeys(ENDPOINTS, 400) | good | {"no": None}
+    assert f"1 answered, {len(ENDPOINTS)} failed; 7 prompt" in capsys.readouterr().err
+
+
 def test_the_second_run_has_nothing_to_do(connection: Any, files: Any, capsys: Any) -> None:
     source, output = files
     write(source, ask("a"), "no JSON", ask("b"))
@@ -116,6 +146,7 @@ def test_exit_status_1_if_nothing_could_be_answered(connection: Any, files: Any)
 @pytest.mark.parametrize(
     ("lines", "options", "words"),
     [
+        ([ask("a")], ["model", "-i", "other"], "'model' is one word too many"),
         (["no JSON"], [], "has no line that is a request"),
         ([ask("a")], ["--block-size", "0"], "block_size = 0"),
         ([ask("a")], ["--max-in-flight", "0"], "max_in_flight = 0: must be at least 1"),
@@ -132,6 +163,14 @@ def test_mistakes_are_said_before_anything_starts(
     assert main(["batch", str(source), str(output), *options]) == 2
     assert words in capsys.readouterr().err
     assert connection.launched == []
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"), [([], "input"), (["-i", "x"], "output"), (["-o", "x"], "input")]
+)
+def test_files_are_needed(words: list[str], missing: str, capsys: Any) -> None:
+    assert main(["batch", *words]) == 2
+    assert f"no {missing} file: say `ringcast batch IN OUT [MODEL]`" in capsys.readouterr().err
 
 
 def test_files_that_dont_belong_together(connection: Any, files: Any, capsys: Any) -> None:

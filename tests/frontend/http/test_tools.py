@@ -305,6 +305,46 @@ async def test_auto_needs_its_options(serve: Any, engine: Any, options: Any) -> 
     assert engine.sent == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_values_get_the_types_of_the_schema(serve: Any, engine: Any, stream: bool) -> None:
+    parameters = {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "units": {"$ref": "#/$defs/units"},
+        },
+        "$defs": {"units": {"type": "array", "items": {"enum": ["C", "F"]}}},
+    }
+    engine.words = [
+        "Let me see.\n\n<tool_",
+        "call>\n<function=f>\n<parameter=city>\n12",
+        "\n</parameter>\n<parameter=days>\n3\n</param",
+        'eter>\n<parameter=units>\n["C"]\n</parameter>\n</function>\n</tool_call>',
+    ]
+    options = {"enable_auto_tool_choice": True, "tool_call_parser": "qwen3_coder"}
+    asked: Any = {
+        "model": "fake-model",
+        "messages": ASK,
+        "tools": [function(parameters=parameters)],
+    }
+    async with serve(**options) as server, connect(server) as api:
+        if stream:
+            events = await api.chat.completions.create(**asked, stream=True)
+            said = put_together([chunk async for chunk in events])
+            content, [(_, name, arguments)] = said["content"], said["calls"].values()
+        else:
+            answer = await api.chat.completions.create(**asked)
+            message = answer.choices[0].message
+            (call,) = message.tool_calls or []
+            content, name, arguments = message.content, call.function.name, call.function.arguments
+    assert (content, name) == ("Let me see.\n\n", "f")
+    assert json.loads(arguments) == {"city": "12", "days": 3, "units": ["C"]}
+    (sent,) = engine.generated
+    assert sent.output.parsers == ParserSpec(
+        "qwen3_coder", types={"f": {"days": ["integer", "null"], "units": ["array"]}}
+    )
+
+
 async def test_a_failure_is_no_call(serve: Any, engine: Any) -> None:
     engine.words = WORDS
     engine.fail = ErrorInfo("the worker stumbled", 500, "internal_server_error")

@@ -25,17 +25,37 @@ from ringcast.mq.server_config import ServerConfig
 
 CALL = '{"name": "f", "arguments": {"a": "}\\"{"}}'
 # What texts are made of: every mark, parts of marks, calls, parts of calls, things like marks.
+XML = "<function=f><parameter=a>1</parameter></function>"
+XML_PARTS = ["<tool_call>", "</tool_call>", XML, XML[:20], XML[20:], "<function=g>", "</function>"]
+XML_PARTS += ["<parameter=b>", "</parameter>", "<func", "tion=", ">"]
+FENCED = f"function<｜tool▁sep｜>f\n```json\n{CALL}\n```"
 PARTS = {
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜>" + FENCED,
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        FENCED,
+        FENCED[:12],
+        FENCED[12:],
+        "<｜tool▁",
+        "call▁begin｜>",
+        "```",
+    ],
     "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<tool_calls>"],
     "llama3_json": ["<|python_tag|>", "<|python", "_tag|>", ";", '{"name": "g", "parameters": {}}'],
     "mistral": ["[TOOL_CALLS]", "[TOOL_", "CALLS]", "[", "]", ",", "g[ARGS]{}", 'g{"b": [1]}'],
     "pythonic": ["[f(a='x', b=[1]), g()]", "[", "]", "f(", ")", "a=", "'", '"', "1", ",", "\\"],
+    "qwen3_coder": XML_PARTS,
+    "qwen3_xml": XML_PARTS,
     "": [],
 }
+UNTYPED = ("pythonic", "qwen3_coder", "qwen3_xml")  # these don't write JSON
 COMMON = [CALL, CALL[:20], CALL[20:], "{", "}", '"', "\\", " ", "\n", "x", "é🦊"]
-COMMON += ["<think>", "</think>"]
+COMMON += ["<think>", "</think>", "[THINK]", "[/THINK]"]
 SPECS = [
-    ParserSpec(tools, reasoning, parallel=parallel)
+    ParserSpec(tools, reasoning, parallel=parallel, types={"f": {"a": ["integer"]}})
     for tools, reasoning, parallel in itertools.product(
         ["", *TOOL_PARSERS], ["", *REASONING_PARSERS], [True, False]
     )
@@ -85,7 +105,7 @@ def check(whole: ParsedOutput, text: str, spec: ParserSpec) -> None:
     for call in whole.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert call.name in text
-        assert call.arguments in text or spec.tools == "pythonic"
+        assert call.arguments in text or spec.tools in UNTYPED
     if not whole.tool_calls and not spec.reasoning:
         assert whole.content == text
     assert spec.parallel or len(whole.tool_calls) <= 1
@@ -100,6 +120,8 @@ def check(whole: ParsedOutput, text: str, spec: ParserSpec) -> None:
         ("llama3_json", '<|python_tag|>{"name":"f","parameters":{}};'),
         ("mistral", '[TOOL_CALLS][{"name":"f","arguments":{}}]'),
         ("pythonic", "[f(a='\\''),g(b=\"\")] [1]"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>\n<\n</parameter></function>!"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}```!"),
     ],
 )
 def test_every_way_of_cutting_in_three(tools: str, text: str) -> None:
@@ -109,7 +131,9 @@ def test_every_way_of_cutting_in_three(tools: str, text: str) -> None:
         assert prefixes(spec, [text[:a], text[a:b], text[b:]])[-1] == whole
 
 
-@pytest.mark.parametrize("text", ["<tool</to", '{"a":1}', "[f(a=1)]", "[TOOL_[T", "</<|p"])
+@pytest.mark.parametrize(
+    "text", ["<tool</to", '{"a":1}', "[f(a=1)]", "[TOOL_[T", "</<|p", "<fun<tool"]
+)
 @pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
 def test_every_way_of_cutting(tools: str, text: str) -> None:
     spec = ParserSpec(tools)

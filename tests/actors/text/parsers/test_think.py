@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcast.actors.text.parsers.deepseek_r1 import DeepSeekR1Parser
+from ringcast.actors.text.parsers.mistral_think import MistralThinkParser
 from ringcast.actors.text.parsers.output_parser import put_together
 from ringcast.actors.text.parsers.qwen3 import Qwen3Parser
 from ringcast.actors.text.parsers.think import ThinkParser
@@ -52,6 +53,19 @@ def test_without_the_opener(text: str, end: int) -> None:
     reasoning, content = text[:end], text[end:].removeprefix("</think>")
     assert read(DeepSeekR1Parser, text) == (reasoning, content)
     assert read(Qwen3Parser, text) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "both"),
+    [
+        ("[THINK]so[/THINK]Yes", ("so", "Yes")),
+        (" [THINK]a <think> [/TH", ("a <think> [/TH", "")),
+        ("a[THINK]b[/THINK]", ("", "a[THINK]b[/THINK]")),
+        ("<think>so</think>", ("", "<think>so</think>")),
+    ],
+)
+def test_marks_of_mistral(text: str, both: tuple[str, str]) -> None:
+    assert read(MistralThinkParser, text) == both
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "</think", "<", " ", "a"]), max_size=8))
