@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .architecture import Architecture, architecture_of
 from .paged import attend, attention_reference, block_size_of, cached_tokens, score_scales
+from .prefill_table import TUNED
 
 TILE_ROWS = 256
 
@@ -63,9 +65,14 @@ def plan_tiles(
     return np.stack([sequence[order], first[order]]).astype(np.int32)
 
 
-def choose_prefill_config(head_size: int, element_size: int) -> PrefillConfig:
-    """Measured on an H200 for 16-bit types. Wider rows take smaller tiles: shared memory holds
-    K, V and Q."""
+def choose_prefill_config(
+    head_size: int, element_size: int, windowed: bool, architecture: Architecture | None
+) -> PrefillConfig:
+    """architecture: whose table is looked up; what it hasn't got goes by a rule, measured on
+    an H200 for 16-bit types: wider rows take smaller tiles, as shared memory holds K, V and Q.
+    """
+    if found := TUNED.get(architecture, {}).get((head_size, element_size, windowed)):
+        return PrefillConfig(*found)
     row_bytes = triton.next_power_of_2(head_size) * element_size
     if row_bytes <= 256:
         return PrefillConfig(64, 16, 3)
@@ -231,7 +238,9 @@ def prefill_attention(
     assert tiles.is_contiguous()
     if not tiles.shape[1]:
         return
-    config = config or choose_prefill_config(head_size, q_TQ.element_size())
+    config = config or choose_prefill_config(
+        head_size, q_TQ.element_size(), window > 0, architecture_of(q_TQ.device)
+    )
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     rows = config.rows // config.programs
     tokens = tile_tokens(group, rows)
