@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...kernels.gpu.architecture import architecture_of
 from ...kernels.gpu.decode_attention import decode_attention, decode_scratch
 from ...kernels.gpu.decode_plan import DecodeConfig, choose_decode_config
 from ...kernels.gpu.fused_decode_attention import (
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from .work import Work
 
 
-def decode_config(config: LlamaConfig, cache_dtype: torch.dtype) -> DecodeConfig:
+def decode_config(c: LlamaConfig, cache_dtype: torch.dtype, device: torch.device) -> DecodeConfig:
     """How decode attention is launched."""
-    return choose_decode_config(config.kv_heads, config.head_size, cache_dtype.itemsize)
+    itemsize = cache_dtype.itemsize
+    return choose_decode_config(c.kv_heads, c.head_size, itemsize, architecture_of(device))
 
 
 def launches_of(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...kernels.gpu.architecture import architecture_of
 from ...kernels.gpu.expert_routing import Routes as DeviceRoutes
 from ...kernels.gpu.expert_routing import dispatch, is_direct, make_blocks, route
 from ...kernels.gpu.experts import (
@@ -120,7 +121,7 @@ class ExpertRunner:
         self._num_tokens_N = num_tokens_N
         self._tables = [mixtures.on_device(n, turn_1) for n in range(len(mixtures.layers))]
         self._experts, self._activation, self._itemsize = experts, c.activation, dtype.itemsize
-        self._replicas = replicas
+        self._architecture, self._replicas = architecture_of(device), replicas
         tokens *= replicas
         counts = [self._count(n) for n in range(1, tokens + 1)]
         slots = max(count * self._plan(n + 1).rows for n, count in enumerate(counts))
@@ -199,7 +200,8 @@ class ExpertRunner:
         combine(self._y_PH, places_TC, out_TH, add_to_TH=add_to_TH, pdl=pdl)
 
     def _plan(self, tokens: int) -> ExpertPlan:
-        return choose_plan(tokens * self._experts.chosen, self._experts.num, self._itemsize)
+        e = self._experts
+        return choose_plan(tokens * e.chosen, e.num, self._itemsize, self._architecture)
 
     def _count(self, tokens: int) -> int:
         e = self._experts

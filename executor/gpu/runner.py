@@ -218,7 +218,7 @@ class GpuModelRunner:
             num_slots=config.most_steps_in_flight + 1,
             pad=lambda sequences: at_least(self._sizes, sequences),
             windows=sorted(set(self._decoder.config.windows)),
-            decode=decode_config(self._decoder.config, self._decoder.cache_dtype),
+            decode=decode_config(self._decoder.config, self._decoder.cache_dtype, self._device),
             device=self._device,
         )
         c, batch = self._decoder.config, self._batch

@@ -23,6 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .architecture import Architecture
+from .decode_table import TUNED
+
 Ints = NDArray[np.int32]
 
 # Programs that the 132 multiprocessors of an H200 hold at once, four each.
@@ -41,8 +44,14 @@ class DecodeConfig(NamedTuple):
     stages: int
 
 
-def choose_decode_config(kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
-    """itemsize: bytes of an element of the cache. Measured on an H200 for heads of 128."""
+def choose_decode_config(
+    kv_heads: int, head_size: int, itemsize: int, architecture: Architecture | None
+) -> DecodeConfig:
+    """itemsize: bytes of an element of the cache. architecture: whose table is looked up; what it
+    hasn't got goes by a rule, measured on an H200 for heads of 128.
+    """
+    if found := TUNED.get(architecture, {}).get((kv_heads, head_size, itemsize)):
+        return DecodeConfig(*found)
     # A tile of keys is at most 16 KiB, so that a multiprocessor has room for several programs.
     tile = max(16, min(32, 1 << (16384 // (head_size * itemsize)).bit_length() - 1))
     warps = 2 if head_size <= 128 else 4  # larger ones don't fit into two warps' registers

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 
 from .activation import activate, activated, check_kind
+from .architecture import Architecture
 from .expert_routing import Blocks, is_direct, most_blocks
+from .expert_table import TUNED
 
 GROUP = 8
 COMBINED = 1024  # elements of a row that a program adds up
@@ -46,9 +48,9 @@ class ExpertPlan(NamedTuple):
     down: ExpertConfig
 
 
-# By how many tokens an expert has on average, at most: reading weights is all the work of a few
-# tokens; of many, it is arithmetic, for which tiles must be large. Measured on an H200 for
-# Qwen3-30B-A3B and Mixtral-8x7B (scripts/gpu_bench/experts.py).
+# The rule where nothing was tuned. By how many tokens an expert has on average, at most: reading
+# weights is all the work of a few tokens; of many, it is arithmetic, for which tiles must be large.
+# Measured on an H200 for Qwen3-30B-A3B and Mixtral-8x7B (scripts/gpu_bench/experts.py).
 FEW = ExpertConfig(64, 128, 4, 5)
 PLANS = (
     (0.5, ExpertPlan(16, FEW, ExpertConfig(64, 256, 4, 4))),
@@ -59,9 +61,18 @@ PLANS = (
 LARGEST_PLAN = ExpertPlan(128, ExpertConfig(128, 64, 8, 4), ExpertConfig(256, 64, 8, 4))
 
 
-def choose_plan(pairs: int, experts: int, itemsize: int) -> ExpertPlan:
-    """experts: how many there are, wherever they are held."""
-    plan = next((plan for most, plan in PLANS if pairs <= most * experts), LARGEST_PLAN)
+def choose_plan(
+    pairs: int, experts: int, itemsize: int, architecture: Architecture | None
+) -> ExpertPlan:
+    """experts: how many there are, wherever they are held. architecture: whose table is looked up;
+    PLANS are for those that have none.
+    """
+    if tuned := TUNED.get(architecture):
+        mean = min((most for most in tuned if pairs <= most * experts), default=max(tuned))
+        rows, gate_up, down = tuned[mean]
+        plan = ExpertPlan(rows, ExpertConfig(*gate_up), ExpertConfig(*down))
+    else:
+        plan = next((plan for most, plan in PLANS if pairs <= most * experts), LARGEST_PLAN)
     if itemsize == 2:
         return plan
     halves = [config._replace(block=config.block * 2 // itemsize) for config in plan[1:]]

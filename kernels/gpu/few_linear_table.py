@@ -24,7 +24,7 @@ class Config(NamedTuple):
     block: int
 
 
-# (rows of the weight, inputs, gated) -> the fastest of scripts/gpu_bench/few_linear.py on an H200,
+# (rows of the weight, inputs, gated) -> the fastest of `scripts/tune few` on an H200,
 # for shapes where it beats the rule by more than the noise.
 TUNED: dict[tuple[int, int, bool], Config] = {
     (4096, 1024, False): Config(4, 2, 512),

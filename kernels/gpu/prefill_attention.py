@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .architecture import Architecture, architecture_of
 from .paged import (
     attend,
     attention_reference,
@@ -37,8 +38,12 @@ from .paged import (
     score_scales,
     weigh,
 )
+from .prefill_table import TUNED
 
 TILE_ROWS = 256
+HOPPER = (9, 0)
+MOST_DESCRIBED_TOKENS = 64  # of a tile that comes by a descriptor
+MOST_DESCRIBED_HEADS = 16  # of a group
 SPARE_TILES = 16  # which have programs of their own, beyond those that the tokens fill
 
 
@@ -87,32 +92,44 @@ def plan_tiles(
     return tiles
 
 
-def choose_prefill_config(cache: torch.Tensor, dtype: torch.dtype, group: int) -> PrefillConfig:
-    """Measured on an H200 for 16-bit types; dtype is the queries'. Wider rows take smaller tiles:
-    shared memory holds K, V and Q.
+def choose_prefill_config(
+    head_size: int,
+    element_size: int,
+    windowed: bool,
+    described: bool,
+    architecture: Architecture | None,
+) -> PrefillConfig:
+    """described: whether keys can come by descriptors. architecture: whose table is looked up; what
+    it hasn't got goes by a rule, measured on an H200 for 16-bit types: wider rows take smaller
+    tiles, as shared memory holds K, V and Q.
     """
-    row_bytes = triton.next_power_of_2(cache.shape[3]) * dtype.itemsize
+    if found := TUNED.get(architecture, {}).get((head_size, element_size, windowed, described)):
+        return PrefillConfig(*found)
+    row_bytes = triton.next_power_of_2(head_size) * element_size
     if row_bytes <= 256:
-        if group <= 16 and can_describe(cache, dtype, 64):
+        if described:
             # Two programs on a multiprocessor: one computes weights while the other multiplies.
             return PrefillConfig(64, 4, 3, programs=4, descriptors=True)
         return PrefillConfig(64, 16, 3)
     if row_bytes <= 512:
-        return PrefillConfig(64 // (dtype.itemsize // 2), 8, 2, programs=2)
+        return PrefillConfig(64 // (element_size // 2), 8, 2, programs=2)
     return PrefillConfig(16, 4, 2, programs=8)
 
 
-def can_describe(cache: torch.Tensor, dtype: torch.dtype, tile: int) -> bool:
+def can_describe(cache: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
     """Whether tiles of a cache can come by descriptors: on Hopper, or interpreted, if a tile lies
-    in a block and needs no conversion.
+    in a block and needs no conversion, and small programs have room for a group of query heads.
+
+    dtype: the queries'.
     """
     _, _, block_size, head_size = cache.shape
-    if cache.is_cuda and torch.cuda.get_device_capability(cache.device) < (9, 0):
+    if (architecture_of(cache.device) or HOPPER) < HOPPER:
         return False
     return (
         cache.dtype == dtype
         and dtype.itemsize == 2
-        and tile <= block_size
+        and group <= MOST_DESCRIBED_HEADS
+        and block_size >= MOST_DESCRIBED_TOKENS
         and head_size == triton.next_power_of_2(head_size)
         and cache.data_ptr() % 16 == 0
         and cache.stride(0) * dtype.itemsize % 16 == 0
@@ -398,7 +415,10 @@ def prefill_attention(
     assert len(tiles) == 2, tiles.shape
     assert tiles.dtype == torch.int32, tiles.dtype
     assert tiles.is_contiguous()
-    config = config or choose_prefill_config(k_cache, q_TQ.dtype, group)
+    described = can_describe(k_cache, q_TQ.dtype, group)
+    config = config or choose_prefill_config(
+        head_size, q_TQ.element_size(), window > 0, described, architecture_of(q_TQ.device)
+    )
     score_scale, cap_scale = score_scales(scale * k_scale, soft_cap)
     rows = config.rows // config.programs
     tokens = max(1, rows // group)

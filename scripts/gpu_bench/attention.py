@@ -20,13 +20,23 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-import numpy as np
 import torch
+from attention_inputs import (
+    LAUNCHES,
+    Prefill,
+    contexts_of,
+    make_caches,
+    make_decode,
+    make_prefill,
+    pairs,
+    scaled,
+)
+from attention_space import MODELS
 
-from ringcast.kernels.gpu.decode_attention import decode_attention, decode_scratch
-from ringcast.kernels.gpu.decode_plan import DecodeConfig, choose_decode_config, plan_decode
+from ringcast.kernels.gpu.architecture import architecture_of
+from ringcast.kernels.gpu.decode_attention import decode_scratch
+from ringcast.kernels.gpu.decode_plan import DecodeConfig, choose_decode_config
 from ringcast.kernels.gpu.fused_decode_attention import (
     SplitConfig,
     choose_split_config,
@@ -34,71 +44,16 @@ from ringcast.kernels.gpu.fused_decode_attention import (
 )
 from ringcast.kernels.gpu.prefill_attention import (
     PrefillConfig,
+    can_describe,
     choose_prefill_config,
-    plan_tiles,
-    prefill_attention,
 )
 
 BANDWIDTH = 4.3e12
 DECODE_SHAPES = "2x1024,8x96,8x800,64x96,64x800,256x800,16xmixed,32xmixed,64xmixed,256xmixed"
 PREFILL_SHAPES = "32x2048,8x1024+1024,4x8192"
-# Bytes of K and V that the launches of a graph go over, several times the L2.
-ROTATED = 1 << 29
-LAUNCHES = 48
 
 
-class Model(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_size: int
-
-
-MODELS = {
-    "qwen3": Model(16, 8, 128),
-    "llama": Model(32, 8, 128),
-    "smollm2": Model(9, 3, 64),
-    "gemma3": Model(4, 1, 256),
-}
-
-
-class Caches(NamedTuple):
-    """K and V of several layers, `[layers, 2, blocks, kv_heads, block_size, D]`, and whose."""
-
-    layers: torch.Tensor
-    tables: torch.Tensor
-    rows: torch.Tensor
-    context: torch.Tensor
-
-
-def make_caches(contexts: np.ndarray, model: Model, block_size: int, dtype: torch.dtype) -> Caches:
-    blocks = -(-contexts // block_size)
-    token_bytes = 2 * model.kv_heads * model.head_size * dtype.itemsize
-    layers = int(np.clip(ROTATED // (contexts.sum() * token_bytes), 3, LAUNCHES))
-    order = torch.randperm(int(blocks.sum()), dtype=torch.int32) + 1
-    tables = torch.zeros(len(contexts), int(blocks.max()), dtype=torch.int32)
-    for row, (number, end) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
-        tables[row, :number] = order[end - number : end]
-    shape = (layers, 2, len(order) + 1, model.kv_heads, block_size, model.head_size)
-    return Caches(
-        torch.randn(shape, device="cuda", dtype=dtype),
-        tables.cuda(),
-        torch.arange(len(contexts), dtype=torch.int32, device="cuda"),
-        torch.from_numpy(contexts.astype(np.int32)).cuda(),
-    )
-
-
-def contexts_of(shape: str) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts, and query tokens where the shape is one of prefill."""
-    sequences, _, tokens = shape.partition("x")
-    if tokens == "mixed":
-        contexts = np.random.default_rng(0).integers(100, 2049, int(sequences))
-        return contexts, np.ones_like(contexts)
-    length, _, prefix = tokens.partition("+")
-    lengths = np.full(int(sequences), int(length))
-    return lengths + int(prefix or 0), lengths
-
-
-def microseconds(launch: Callable[[int], None], layers: int, replays: int) -> float:
+def microseconds(launch: Callable[[int], object], layers: int, replays: int) -> float:
     """Of one of the many launches in a replayed graph; launch(layer) makes one. The best replay."""
     launch(0)
     torch.cuda.synchronize()
@@ -128,115 +83,86 @@ def combinations(options: argparse.Namespace, names: list[str]) -> Iterator[dict
 
 
 def time_decode(options: argparse.Namespace, shape: str, changes: dict[str, int]) -> None:
-    model, dtype = MODELS[options.model], getattr(torch, options.dtype)
+    model, dtype = MODELS[options.model]._replace(window=options.window), dtype_of(options)
     contexts, _ = contexts_of(shape)
-    caches = make_caches(contexts, model, options.block_size, dtype)
-    sequences, longest = len(contexts), int(contexts.max())
+    caches = make_caches(contexts, *model[1:3], options.block_size, dtype)
     row_bytes = model.head_size * dtype.itemsize
     config: DecodeConfig | SplitConfig
+    launch: Callable[[int], object]
     if options.kernel == "decode":
-        config = choose_decode_config(model.kv_heads, model.head_size, dtype.itemsize)._replace(
-            **changes
-        )
-        workers = config.workers
+        on = architecture_of(caches.layers.device)
+        config = choose_decode_config(*model[1:3], dtype.itemsize, on)._replace(**changes)
+        launch = make_decode(model, caches, dtype).launcher(config, options.pdl)
     else:
-        config = choose_split_config(sequences, model.kv_heads, longest, options.window, row_bytes)
-        config = config._replace(**changes)
-        workers = sequences * config.splits
-    scratch = decode_scratch(sequences, model.heads, model.head_size, workers, "cuda")
-    q = torch.randn(sequences, model.heads * model.head_size, device="cuda", dtype=dtype)
-    out = torch.empty_like(q)
-    launch = decode_launch(options, model, caches, q, out, scratch, config)
+        longest = int(contexts.max())
+        bounds = (len(contexts), model.kv_heads, longest, options.window, row_bytes)
+        config = choose_split_config(*bounds)._replace(**changes)
+        launch = fused_launcher(options, caches, config)
     took = microseconds(launch, len(caches.layers), options.replays)
-    seen = np.minimum(contexts, options.window) if options.window else contexts
+    seen = contexts.clip(max=options.window) if options.window else contexts
     floor = seen.sum() * 2 * model.kv_heads * row_bytes / BANDWIDTH * 1e6
     print(
         f"{shape:14} {took:9.2f} us {100 * floor / took:6.1f} % of the floor   {config}", flush=True
     )
 
 
-def decode_launch(options, model, caches, q, out, scratch, config) -> Callable[[int], None]:
-    """A launch of the decode kernel, or of the fused one."""
-    how = {
-        "kv_heads": model.kv_heads,
-        "scale": model.head_size**-0.5,
-        "window": options.window,
-        "config": config,
-        "pdl": options.pdl,
-    }
-    if options.kernel == "decode":
-        plan = plan_decode(caches.context.cpu().numpy(), options.window, config)
-        rest = (*caches[1:], torch.from_numpy(plan).cuda(), out, scratch)
-        return lambda layer: decode_attention(q, *caches.layers[layer], *rest, **how)
+def dtype_of(options: argparse.Namespace) -> torch.dtype:
+    return getattr(torch, options.dtype)
+
+
+def fused_launcher(options, caches, config) -> Callable[[int], object]:
+    model, sequences = MODELS[options.model]._replace(window=options.window), len(caches.rows)
+    columns = (model.heads + 2 * model.kv_heads) * model.head_size
+    qkv = torch.randn(sequences, columns, device="cuda", dtype=dtype_of(options))
+    out = qkv.new_empty(sequences, model.heads * model.head_size)
+    workers = sequences * config.splits
+    scratch = decode_scratch(sequences, model.heads, model.head_size, workers, "cuda")
     rest = (*caches[1:], out, scratch)
     context = caches.context.long()
     blocks = caches.tables[caches.rows, (context - 1) // options.block_size].long()
     slots = (blocks * options.block_size + (context - 1) % options.block_size).int()
-    columns = (model.heads + 2 * model.kv_heads) * model.head_size
-    qkv = torch.randn(len(q), columns, device="cuda", dtype=q.dtype)
     cos, sin = torch.randn(2, int(context.max()) + 1, model.head_size // 2, device="cuda")
     weight = torch.ones(model.head_size, device="cuda") if options.norm else None
+    how = {**scaled(model), "config": config, "pdl": options.pdl}
     how |= {"heads": model.heads, "q_weight_D": weight, "k_weight_D": weight}
     before = (qkv, caches.context - 1, slots, cos, sin)
     return lambda layer: fused_decode_attention(*before, *caches.layers[layer], *rest, **how)
 
 
 def time_prefill(options: argparse.Namespace, shape: str, changes: dict[str, int]) -> None:
-    model, dtype = MODELS[options.model], getattr(torch, options.dtype)
+    model, dtype = MODELS[options.model]._replace(window=options.window), dtype_of(options)
     contexts, lengths = contexts_of(shape)
-    caches = make_caches(contexts, model, options.block_size, dtype)
-    group = model.heads // model.kv_heads
-    config = choose_prefill_config(caches.layers[0, 0], dtype, group)._replace(**changes)
-    tiles = torch.from_numpy(plan_tiles(lengths, group, contexts, config.rows)).cuda()
-    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).cuda()
-    q = torch.randn(int(lengths.sum()), model.heads * model.head_size, device="cuda", dtype=dtype)
-    out = torch.empty_like(q)
-    how = {
-        "scale": model.head_size**-0.5,
-        "kv_heads": model.kv_heads,
-        "window": options.window,
-        "config": config,
-        "pdl": options.pdl,
-    }
-
-    def launch(layer: int) -> None:
-        cache = caches.layers[layer]
-        rest = (caches.tables, caches.rows, starts, caches.context, tiles, out)
-        prefill_attention(q, *cache, *rest, **how)
-
+    caches = make_caches(contexts, *model[1:3], options.block_size, dtype)
+    described = can_describe(caches.layers[0, 0], dtype, model.heads // model.kv_heads)
+    key = (model.head_size, dtype.itemsize, options.window > 0, described)
+    on = architecture_of(caches.layers.device)
+    config = choose_prefill_config(*key, on)._replace(**changes)
+    inputs = make_prefill(model, caches, lengths, dtype)
+    launch = inputs.launcher(config, options.pdl)
     took = microseconds(launch, len(caches.layers), options.replays)
     operations = 4 * model.heads * model.head_size * pairs(contexts, lengths, options.window)
     line = f"{shape:14} {took:9.1f} us {operations / took / 1e6:6.1f} TFLOP/s   {config}"
     if options.compare:
-        line += "   " + compared(q, starts, contexts, lengths, model, operations, options)
+        line += "   " + compared(inputs, operations, options)
     print(line, flush=True)
 
 
-def pairs(contexts: np.ndarray, lengths: np.ndarray, window: int) -> int:
-    """Queries by the keys they see."""
-    total = 0
-    for context, length in zip(contexts.tolist(), lengths.tolist(), strict=True):
-        seen = np.arange(context - length + 1, context + 1)
-        total += int(np.minimum(seen, window).sum() if window else seen.sum())
-    return total
-
-
-def compared(q, starts, contexts, lengths, model, operations, options) -> str:
+def compared(inputs: Prefill, operations: float, options: argparse.Namespace) -> str:
     """torch's dense varlen attention on as much work."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no varlen_attn"
-    query = q.unflatten(1, (model.heads, model.head_size))
+    model, contexts = inputs.model, inputs.caches.context
+    query = inputs.q.unflatten(1, (model.heads, model.head_size))
     key, value = torch.randn(
-        2, int(contexts.sum()), model.heads, model.head_size, device="cuda", dtype=q.dtype
+        2, int(contexts.sum()), model.heads, model.head_size, device="cuda", dtype=query.dtype
     )
-    key_starts = np.concatenate([[0], np.cumsum(contexts)]).astype(np.int32)
-    key_starts = torch.from_numpy(key_starts).cuda()
+    key_starts = torch.nn.functional.pad(contexts.cumsum(0), (1, 0)).int()
     known = inspect.signature(varlen_attn).parameters
     left = options.window - 1 if options.window else -1
     how = {"is_causal": True} if "is_causal" in known else {"window_size": (left, 0)}
-    rest = (starts, key_starts, int(lengths.max()), int(contexts.max()))
+    rest = (inputs.starts, key_starts, int(inputs.lengths.max()), int(contexts.max()))
     took = microseconds(
         lambda layer: varlen_attn(query, key, value, *rest, **how), 1, options.replays
     )

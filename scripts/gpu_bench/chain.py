@@ -9,22 +9,18 @@ serves one.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
 from dense_space import Case, Shape
+from timer import Timer, median
 
-from ringcast.executor.gpu.graphs import capture_graph
 from ringcast.kernels.gpu.activation import gated_activation
 from ringcast.kernels.gpu.batch_linear import batch_linear, batch_linear_scratch
 from ringcast.kernels.gpu.batch_linear_table import Config
 from ringcast.kernels.gpu.norm import add_rms_norm, rms_norm
 
-REPLAYED_MICROSECONDS = 250  # of a graph, at least
-SAMPLES, REPLAYS = 5, 2
 CACHE_TIMES = 3  # copies of a weight together fill the L2 cache so many times
-HOPELESS = 1.5  # so many times the best: one sample is enough
 EPS = 1e-6
 
 Launch = Callable[[torch.Tensor], object]
@@ -57,6 +53,7 @@ class Bench:
         self.wide = buffer(shape.rows)
         self.norm_weight = torch.ones(hidden, device="cuda")
         self.scratch = batch_linear_scratch(most_tokens, shape.rows, "cuda")
+        self._want = self.x[:0]  # of one number of tokens
 
     def product(self, config: Config, tokens: int, weight: torch.Tensor) -> None:
         x, out = self.x[:tokens], self.out[:tokens]
@@ -95,6 +92,27 @@ class Bench:
 
         return launch
 
+    def launch(self, case: Case, config: Config) -> Callable[[], object]:
+        return lambda: self.ours(config, case.tokens)(self.weights[0])
+
+    def timer(self, case: Case, config: Config | None, expected: float) -> Timer:
+        """Of a chain."""
+        launch = self.ours(config, case.tokens) if config else self.cublas(case.tokens)
+        return Timer(self.weights, launch, expected)
+
+    def beside(self, case: Case) -> float:
+        """What a chain's norm takes by itself, one behind the other."""
+        return median(Timer(self.weights, lambda weight: self.norm(case.tokens), 2.0))
+
+    def is_right(self, case: Case, config: Config) -> bool:
+        tokens = case.tokens
+        if len(self._want) != tokens:
+            self._want = self.want(tokens)
+        got = self.stream if self.shape.part == "add" else self.out
+        got[:tokens].zero_()
+        self.product(config, tokens, self.weights[0])
+        return torch.allclose(got[:tokens], self._want, rtol=0.04, atol=0.04)
+
     def want(self, tokens: int) -> torch.Tensor:
         """Of the first weight, by cuBLAS, for the x that a chain leaves."""
         self.norm(tokens)
@@ -104,54 +122,3 @@ class Bench:
             wide, y = y, torch.empty_like(self.out[:tokens])
             gated_activation(wide, y, self.shape.part)
         return y
-
-    def is_right(self, want: torch.Tensor, config: Config) -> bool:
-        tokens = len(want)
-        got = self.stream if self.shape.part == "add" else self.out
-        got[:tokens].zero_()
-        self.product(config, tokens, self.weights[0])
-        return torch.allclose(got[:tokens], want, rtol=0.04, atol=0.04)
-
-    def time(self, launch: Launch, expected: float, best: float = float("inf")) -> float:
-        """Microseconds of a chain: the median of some samples, or what one says if that is hopeless
-        beside the best. expected: about as many.
-        """
-        return Timer(self.weights, launch, expected).median(best)
-
-
-class Timer:
-    """On the current stream, which isn't the default one."""
-
-    def __init__(self, weights: list[torch.Tensor], launch: Launch, expected: float) -> None:
-        rounds = max(1, round(REPLAYED_MICROSECONDS / (expected * len(weights))))
-        self._launches = rounds * len(weights)
-        launch(weights[0])
-
-        def chain() -> None:
-            for weight in weights * rounds:
-                launch(weight)
-
-        # A pool of its own: one whose graphs are all gone can't be captured into again.
-        pool = torch.cuda.graph_pool_handle()
-        self._graph = capture_graph(chain, torch.cuda.current_stream(), pool)
-        self._graph.replay()
-
-    def sample(self) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPLAYS):
-            self._graph.replay()
-        end.record()
-        end.synchronize()
-        return 1000 * start.elapsed_time(end) / (REPLAYS * self._launches)
-
-    def median(self, best: float) -> float:
-        taken = [self.sample()]
-        while taken[0] <= HOPELESS * best and len(taken) < SAMPLES:
-            taken.append(self.sample())
-        return statistics.median(taken)
-
-
-def norm_alone(bench: Bench, case: Case) -> float:
-    """What a chain's norm takes by itself, one behind the other."""
-    return bench.time(lambda weight: bench.norm(case.tokens), 2.0)

@@ -58,6 +58,9 @@ class Case(NamedTuple):
     shape: Shape
     tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.shape} x {self.tokens}"
+
     @property
     def num_bytes(self) -> int:
         """That must move: the weight, x and the result, each once."""

@@ -3,83 +3,77 @@ the GPU that this runs on.
 
     experts.py                                  every model below, at 1 to 8192 tokens
     experts.py --models mixtral-8x7b --tokens 8 256
-    experts.py --tune                           also every configuration tried for each of them
 
 Launches are replayed from a CUDA graph, one behind the other with programmatic dependent launch.
 They take turns at SETS sets of tokens, whose experts a router of random logits has chosen, so that
 a few tokens' weights aren't in the cache. The floor is the longer of two times: to read the weights
 of the used experts once, and to do the arithmetic. `dense` is cuBLAS's time for two products with
 as many rows and one expert's weight, which is what many tokens could take.
-
---tune prints for each number of slots in a block what is fastest for either product, and the sum.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
-from triton.runtime.errors import OutOfResources
+from expert_space import DOWN, GATE_UP, MODELS, Model
 
+from ringcast.kernels.gpu.architecture import architecture_of
 from ringcast.kernels.gpu.expert_routing import dispatch, is_direct, make_blocks, route
 from ringcast.kernels.gpu.experts import (
     ExpertConfig,
+    ExpertPlan,
     choose_plan,
     combine,
     expert_down,
+    expert_down_reference,
     expert_gate_up,
+    expert_gate_up_reference,
     num_blocks,
 )
 
 SETS = 8
 REPLAYS = 9
-MOST_SHARED = 227 * 1024
 TOKENS = [1, 8, 64, 256, 2048, 8192]
-GATE_UP, DOWN = 2, 1  # weights that a program of a product multiplies with
-
-
-class Model(NamedTuple):
-    experts: int
-    chosen: int
-    hidden: int
-    inner: int
-
-
-MODELS = {
-    "qwen3-30b-a3b": Model(128, 8, 2048, 768),
-    "mixtral-8x7b": Model(8, 2, 4096, 14336),
-}
 
 
 class Case:
-    """One model's layer, and SETS steps of so many tokens for blocks of so many slots."""
+    """One model's layer, and SETS steps of so many tokens for blocks of so many slots. routed:
+    False for a look at what would be launched.
+    """
 
-    def __init__(self, model: Model, tokens: int, rows: int, weights: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokens: int,
+        rows: int,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        routed: bool = True,
+    ) -> None:
         self.model, self.tokens, self.rows = model, tokens, rows
         self.gate_up, self.down = weights
-        m = model
+        m, device, dtype = model, self.down.device, self.down.dtype
+        self.pdl = device.type == "cuda"
         self.count = num_blocks(tokens, m.chosen, m.experts, rows)
-        self.x = torch.randn(tokens, m.hidden, device="cuda", dtype=torch.bfloat16)
-        self.inner = self.x.new_zeros(self.count * rows, m.inner)
+        self.x = torch.randn(tokens, m.hidden, device=device, dtype=dtype)
+        self.inner = torch.randn(self.count * rows, m.inner, device=device, dtype=dtype)
         self.y = self.x.new_zeros(tokens * m.chosen, m.hidden)
         self.out = torch.zeros_like(self.x)
         self.sets: list[tuple] = []
         self.counted = {
-            "num_tokens_N": torch.full((1,), tokens, dtype=torch.int32, device="cuda"),
-            "loads_E": torch.zeros(m.experts, dtype=torch.int64, device="cuda"),
+            "num_tokens_N": torch.full((1,), tokens, dtype=torch.int32, device=device),
+            "loads_E": torch.zeros(m.experts, dtype=torch.int64, device=device),
         }
-        generator = torch.Generator("cuda").manual_seed(tokens)
+        generator = torch.Generator(device).manual_seed(tokens)
         for _ in range(SETS):
-            logits = torch.randn(tokens, m.experts, device="cuda", generator=generator)
-            blocks = make_blocks(self.count, self.count * rows, m.experts, "cuda")
-            experts = torch.zeros(tokens, m.chosen, dtype=torch.int32, device="cuda")
+            logits = torch.randn(tokens, m.experts, device=device, generator=generator)
+            blocks = make_blocks(self.count, self.count * rows, m.experts, device)
+            experts = torch.zeros(tokens, m.chosen, dtype=torch.int32, device=device)
             step = logits, experts, torch.zeros_like(experts, dtype=torch.float32), blocks
-            self.route(step, False)
+            if routed:
+                self.route(step, False)
             self.sets.append(step)
         self.used = sum(len(step[1].unique()) for step in self.sets) / SETS
 
@@ -92,13 +86,21 @@ class Case:
             dispatch(experts, blocks, rows=self.rows, held=self.model.experts, pdl=pdl)
 
     def multiply(self, kind: int, config: ExpertConfig, step: tuple) -> None:
+        self.product(kind, config, step, self.inner if kind == GATE_UP else self.y)
+
+    def product(
+        self, kind: int, config: ExpertConfig | None, step: tuple, out: torch.Tensor
+    ) -> None:
+        """Into `out`; by the reference where there is no configuration."""
         _, _, weights, blocks = step
-        shape = {"rows": self.rows, "count": self.count, "config": config, "pdl": True}
+        shape = {"rows": self.rows, "count": self.count, "config": config, "pdl": self.pdl}
         if kind == GATE_UP:
             few = {"chosen": self.model.chosen, **shape}
-            expert_gate_up(self.x, self.gate_up, blocks, self.inner, "silu", **few)
+            multiply = expert_gate_up if config else expert_gate_up_reference
+            multiply(self.x, self.gate_up, blocks, out, "silu", **few)
         else:
-            expert_down(self.inner, self.down, blocks, weights, self.y, **shape)
+            multiply = expert_down if config else expert_down_reference
+            multiply(self.inner, self.down, blocks, weights, out, **shape)
 
     def combine(self, step: tuple) -> None:
         combine(self.y, step[1], self.out, pdl=True)
@@ -144,48 +146,25 @@ class Case:
         return statistics.median(taken)
 
 
-def candidates(kind: int, rows: int) -> Iterator[ExpertConfig]:
-    """kind: how many weights a program multiplies with."""
-    outputs = (32, 64, 128, 256) if rows >= 64 else (16, 32, 64, 128)
-    for out, block, warps, stages in product(outputs, (64, 128, 256), (4, 8), (3, 4, 5)):
-        held = rows * out * kind / (warps * 32)  # sums of a thread
-        shared = (rows + kind * out) * block * 2 * (stages if rows >= 64 else stages - 1)
-        few = rows <= 32 and (warps == 8 or block == 64 or kind * out > 128 or kind * out < 32)
-        many = rows >= 64 and (block == 256 or kind * out < 128 or held < 32)
-        if held <= 128 and 40_000 <= shared <= MOST_SHARED and not few and not many:
-            yield ExpertConfig(out, block, warps, stages)
+def make_weights(
+    m: Model, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, 2 I, H] and [E, H, I]."""
+    gate_up, down = (
+        torch.randn(m.experts, *shape, device=device, dtype=dtype) / shape[1] ** 0.5
+        for shape in ((2 * m.inner, m.hidden), (m.hidden, m.inner))
+    )
+    return gate_up, down
 
 
-def tune(case: Case, options: argparse.Namespace) -> None:
-    best = {}
-    for kind in (GATE_UP, DOWN):
-
-        def fits(config: ExpertConfig, kind: int = kind) -> bool:
-            try:
-                case.multiply(kind, config, case.sets[0])
-            except OutOfResources:
-                return False
-            return True
-
-        configs = list(candidates(kind, case.rows))
-        # Most of compiling holds no lock. Each thread takes up the CUDA context first.
-        with ThreadPoolExecutor(options.threads, initializer=torch.cuda.synchronize) as pool:
-            fitting = list(pool.map(fits, configs))
-        times = {
-            config: case.time(lambda step, c=config, k=kind: case.multiply(k, c, step))
-            for config, fit in zip(configs, fitting, strict=True)
-            if fit
-        }
-        best[kind] = sorted((taken, tuple(config)) for config, taken in times.items())[:3]
-    total = best[GATE_UP][0][0] + best[DOWN][0][0]
-    print(f"  rows {case.rows}: {total:.1f} us", flush=True)
-    for name, kind in (("gate_up", GATE_UP), ("down", DOWN)):
-        print(f"    {name}", *(f"{taken:.1f} {config}" for taken, config in best[kind]), sep="  ")
+def planned(m: Model, tokens: int) -> ExpertPlan:
+    on = architecture_of(torch.device("cuda", torch.cuda.current_device()))
+    return choose_plan(tokens * m.chosen, m.experts, 2, on)
 
 
 def measure(case: Case, options: argparse.Namespace) -> list[str]:
     """A row of the table."""
-    plan = choose_plan(case.tokens * case.model.chosen, case.model.experts, 2)
+    plan = planned(case.model, case.tokens)
     parts = []
     for kind, config in ((GATE_UP, plan.gate_up), (DOWN, plan.down)):
         taken = case.time(lambda step, k=kind, c=config: case.multiply(k, c, step))
@@ -208,34 +187,20 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, for the floor")
     parser.add_argument("--tflops", type=float, default=790, help="of bfloat16, for the floor")
-    parser.add_argument("--tune", action="store_true", help="try configurations")
-    parser.add_argument("--threads", type=int, default=16, help="that compile")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, us a launch")
     for name in options.models:
         m = MODELS[name]
-        weights = [
-            torch.randn(m.experts, *shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
-            for shape in ((2 * m.inner, m.hidden), (m.hidden, m.inner))
-        ]
+        weights = make_weights(m)
         print(
             f"\n{name}\n| tokens | experts | rows | gate_up (of floor) | down (of floor) | GB/s | "
             "TFLOP/s | floor | of floor | dense | routing | combine |\n|" + " --- |" * 12
         )
         for tokens in options.tokens:
-            plan = choose_plan(tokens * m.chosen, m.experts, 2)
-            row = measure(Case(m, tokens, plan.rows, weights), options)
+            row = measure(Case(m, tokens, planned(m, tokens).rows, weights), options)
             print(f"| {' | '.join(row)} |", flush=True)
-        for tokens in options.tokens if options.tune else ():
-            print(f"\n{name}, {tokens} tokens")
-            mean = tokens * m.chosen / m.experts
-            for rows in (16, 32, 64, 128):
-                if rows == 16 or mean / 2 <= rows <= max(4 * mean, 32):
-                    if rows < 64 and mean > 256:
-                        continue
-                    tune(Case(m, tokens, rows, weights), options)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from ringcast.kernels.gpu import prefill_attention as prefill
 from ringcast.kernels.gpu.decode_plan import choose_decode_config, plan_size
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = (9, 0)
 TYPES = {
     BF16: "*bf16",
     FP8: "*fp8e4nv",
@@ -104,7 +105,7 @@ def compile_attention(
     """The launches of a model in bfloat16: decode for some and for many, fused, prefill, and the
     write into the cache.
     """
-    config = choose_decode_config(kv_heads, size, cache.itemsize)
+    config = choose_decode_config(kv_heads, size, cache.itemsize, HOPPER)
     k = torch.zeros(2, kv_heads, block_size, size, dtype=cache)
     tables = ints(1, 128)
     how = {"scale": 1.0, "kv_heads": kv_heads, "window": window}
@@ -124,7 +125,10 @@ def compile_attention(
             rest = (*rest, plan, q, scratch)
             decode.decode_attention(q, *rest, config=config, pdl=True, **how)
     rest = (k, k, tables, of_sequences)
-    prefill.prefill_attention(q, *rest, ints(257), ints(256), ints(2, 5), q, **how)
+    described = prefill.can_describe(k, q.dtype, heads // kv_heads)
+    config = prefill.choose_prefill_config(size, 2, window > 0, described, HOPPER)
+    rest = (*rest, ints(257), ints(256), ints(2, 5), q)
+    prefill.prefill_attention(q, *rest, config=config, **how)
     rope.rope_and_cache(*before, k, k, q[:1], heads, kv_heads, pdl=True)
 
 
@@ -166,7 +170,7 @@ def compile_experts(num: int, chosen: int, hidden: int, inner: int, dtype: torch
     gate_up = torch.zeros(num, 2 * inner, hidden, dtype=dtype, device="meta")
     down = torch.zeros(num, hidden, inner, dtype=dtype, device="meta")
     for tokens in (1, *(int(most * num / chosen) for most, _ in experts.PLANS), 8192):
-        plan = experts.choose_plan(tokens * chosen, num, 2)
+        plan = experts.choose_plan(tokens * chosen, num, 2, HOPPER)
         count = experts.num_blocks(tokens, chosen, num, plan.rows)
         blocks = expert_routing.make_blocks(count, count * plan.rows, num, "cpu")
         x, y = (torch.zeros(n, hidden, dtype=dtype) for n in (tokens, tokens * chosen))

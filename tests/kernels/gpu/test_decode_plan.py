@@ -89,7 +89,7 @@ def test_one_long_sequence_is_cut_into_no_more_than_can_be_merged():
 @pytest.mark.parametrize("head_size", [16, 80, 256, 512])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_a_tile_is_a_power_of_two(head_size, itemsize):
-    tile = choose_decode_config(8, head_size, itemsize).tile
+    tile = choose_decode_config(8, head_size, itemsize, None).tile
     assert tile >= 16
     assert tile & (tile - 1) == 0
     assert tile == 16 or tile * head_size * itemsize <= 16384

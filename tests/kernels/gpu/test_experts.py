@@ -372,11 +372,11 @@ def test_combining_in_place():
 
 
 def test_plans_grow_with_the_tokens_of_an_expert():
-    rows = [choose_plan(tokens * 8, 128, 2).rows for tokens in (1, 64, 256, 1024, 8192)]
+    rows = [choose_plan(tokens * 8, 128, 2, None).rows for tokens in (1, 64, 256, 1024, 8192)]
     assert rows == [16, 16, 32, 64, 128]
     for itemsize in (2, 4):
         for tokens in (1, 200, 600, 1600, 8192):
-            plan = choose_plan(tokens * 8, 128, itemsize)
+            plan = choose_plan(tokens * 8, 128, itemsize, None)
             for config, tiles in ((plan.gate_up, 2), (plan.down, 1)):
                 shared = (plan.rows + tiles * config.outputs) * config.block * itemsize
                 assert shared * config.stages <= 227 * 1024
@@ -478,7 +478,7 @@ def test_a_layer_in_a_graph(tokens):
     num, chosen, hidden, inner, dtype = 32, 4, 512, 256, torch.bfloat16
     _, _, _, gate_up, down, *_ = mixture(1, num, chosen, hidden, inner, dtype)
     router, x = random(num, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
-    plan = choose_plan(tokens * chosen, num, 2)
+    plan = choose_plan(tokens * chosen, num, 2, None)
     count = num_blocks(tokens, chosen, num, plan.rows)
     blocks = make_blocks(count, count * plan.rows, num, DEVICE)
     experts, weights = ints(tokens, chosen), nans(tokens, chosen)

@@ -84,17 +84,20 @@ def test_whole_tiles_by_descriptors(head_size, group, how):
     """Chunks that begin in the middle of a block, and rows that see no whole tile."""
     torch.manual_seed(9)
     cache = random_cache([230, 64, 50], 2, head_size, 64, torch.float16)
-    assert choose_prefill_config(cache.k, torch.float16, group).descriptors
+    assert can_describe(cache.k, torch.float16, group)
+    assert choose_prefill_config(head_size, 2, "window" in how, True, None).descriptors
     check(cache, [60, 1, 50], 2 * group, torch.float16, **how)
 
 
 def test_what_no_descriptor_can_describe():
     cache = random_cache([1], 1, 64, 64, torch.float16).k
-    assert can_describe(cache, torch.float16, 64)
-    assert not can_describe(cache, torch.float16, 128)  # a tile that spans blocks
-    assert not can_describe(cache[..., :48], torch.float16, 64)
-    assert not can_describe(cache, torch.bfloat16, 64)  # to be converted, as 8 bits are
-    assert not can_describe(cache.view(-1)[1:-4095].view(1, 1, -1, 64), torch.float16, 16)
+    assert can_describe(cache, torch.float16, 2)
+    assert not can_describe(cache, torch.float16, 128)  # heads of a group
+    assert not can_describe(cache[..., :48], torch.float16, 2)
+    assert not can_describe(cache[:, :, :32], torch.float16, 2)  # a tile would span blocks
+    assert not can_describe(cache, torch.bfloat16, 2)  # to be converted, as 8 bits are
+    shifted = torch.zeros(4097, dtype=torch.float16, device=DEVICE)[1:]
+    assert not can_describe(shifted.view(1, 1, 64, 64), torch.float16, 2)
 
 
 @pytest.mark.parametrize("heads", [3, 40])
