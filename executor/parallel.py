@@ -229,7 +229,7 @@ class HostGroup:
     def _wait(self, timeout: float, are_here: Callable[[], np.ndarray]) -> None:
         start = time.monotonic()
         while not (here := are_here()).all():
-            if self.has_left[0]:
+            if self.has_left[0] and not are_here().all():  # it may have come before
                 raise PeerDeadError(f"rank {self.rank} of {self.size}: another rank has left")
             if time.monotonic() - start > timeout:
                 missing = ", ".join(map(str, np.flatnonzero(~here)))

@@ -71,7 +71,7 @@ class Link:
         """Until it is ready. To be called before a launch."""
         start = time.monotonic()
         while not self.is_ready:
-            if self._has_left[0]:
+            if self._has_left[0] and not self.is_ready:  # it may have said something before
                 raise PeerDeadError("another stage of the pipeline has left")
             if time.monotonic() - start > self._timeout:
                 what = "room" if self._reader is None else "its input"

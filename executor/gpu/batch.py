@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from ...kernels.gpu import step as kernels
 from ...kernels.gpu.decode_plan import DecodeConfig, plan_decode, plan_size
+from ...kernels.gpu.expert_routing import TURNS
 from ...mq import codec
 from ...mq.messages import NewSequence, StepPlan
 
@@ -331,7 +332,7 @@ class GpuBatch:
         slot.numbers[: self._fixed] = self._inert_decode if decode else self._inert
         if step is None:
             return
-        slot.numbers[TURN] = self.turn
+        slot.numbers[TURN] = self.turn % TURNS
         counts = step.ends[-1:] if step.num_tokens is None else step.num_tokens
         slot.numbers[REPLICAS : REPLICAS + len(counts)] = counts
         sequences = len(step.rows)

@@ -9,10 +9,10 @@ are faster than cuBLAS's bring their activation or the residual add with them
 (kernels/gpu/batch_linear.py).
 
 A rank of several runs its part of the model (sharding.py). What it has for the residual stream is
-part of a sum, which is made where the residual is added or just before (parallel.py); and the
-logits come together on rank 0. Of replicas that share a mixture's experts, each computes those that
-it has for the rows of all (replicas.py). A stage of several runs its layers (../stages.py): it
-takes the residual stream from the stage before, and hands it on with everything added (stages.py).
+part of a sum, which is made where the residual is added or just before (parallel.py). Of replicas
+that share a mixture's experts, each computes those that it has for the rows of all (replicas.py). A
+stage of several runs its layers (../stages.py): it takes the residual stream from the stage before,
+and hands it on with everything added (stages.py); after the last one it goes to the head (head.py).
 
 Where a launch may be programmatic (pdl), each kernel of the chain waits for the one before it, so
 that none reads what a kernel further back has yet to write.
@@ -32,7 +32,8 @@ import torch
 from ...kernels.gpu.activation import gated_activation
 from ...kernels.gpu.embedding import embed
 from ...kernels.gpu.few_linear import few_linear
-from ...kernels.gpu.norm import add_rms_norm, rms_norm
+from ...kernels.gpu.norm import AddNorm, add_rms_norm, rms_norm
+from ...kernels.gpu.stage_pipe import Item
 from ..models.llama import LlamaConfig
 from ..sharding import Sharding
 from ..stages import WHOLE, Position, deal_stage, may_be_left
@@ -41,6 +42,7 @@ from .attention import Attention
 from .batch import GpuBatch
 from .batch_linears import BatchLinears
 from .experts import ExpertRunner, ExpertWeights, Mixtures
+from .head import Head
 from .linears import AnyLinear, Linear, OneTokenLinear
 from .parallel import ATTENTION, EMBEDDING, FEED_FORWARD, Alone, DeviceGroup
 from .replicas import RowGroup
@@ -119,10 +121,11 @@ class GpuDecoder:
         c, stage, hidden = self._config, self._stage, self._config.hidden_size
         if stage.is_first or (c.tied and stage.is_last):
             self._table = read.stack({"model.embed_tokens.weight": c.vocab_size}, hidden)
+        self._head: Head | None = None  # of the last stage
         if stage.is_last:
             own = None if c.tied else read.stack({"lm_head.weight": c.vocab_size}, hidden)
-            self._head = Linear(self._table if own is None else own, None)
-            self._final_norm = read.norm("model.norm", hidden)
+            weight = Linear(self._table if own is None else own, None)
+            self._head = Head(c, weight, read.norm("model.norm", hidden))
 
     @property
     def block_bytes(self) -> int:
@@ -179,26 +182,19 @@ class GpuDecoder:
         self._wide_TW = buffer(tokens, max(self._qkv_size, 2 * c.dense_size)).view(-1)
         self._attended_TQ = buffer(tokens, q)
         self._inner_TI = buffer(tokens, c.dense_size)
-        self._last_NH = buffer(batch.capacity, c.hidden_size)
-        self.logits_NV = self._make_logits(batch.capacity)
         self._workspace.make(tokens, self._dtype, self._device)
         most_outputs = max(self._qkv_size, 2 * c.dense_size, c.vocab_size)
         self._batch_linears = BatchLinears(most_outputs, self._device)
+        self.logits_NV = buffer(batch.capacity, 0)
+        if self._head is not None:
+            single = self._takes_one_token and not c.sandwich
+            self._head.bind(batch.capacity, self._group, self._batch_linears, single)
+            self.logits_NV = self._head.logits_NV
         if self.mixtures is not None:
             counts_N = batch.num_tokens(1) if replicas is None else replicas.num_tokens_N
             parts = self.mixtures, batch.turn_1, counts_N
             self._experts = ExpertRunner(c, tokens, self._dtype, self._device, *parts)
         self._attention = Attention(c, batch, max_model_len, self._dtype, self._device)
-
-    def _make_logits(self, capacity: int) -> torch.Tensor:
-        """Of the whole vocabulary; on other ranks than rank 0, their own part, which nobody reads
-        there; before the last stage, nothing.
-        """
-        group = self._group
-        if self._stage.is_last and group.rank:
-            return group.own_logits(capacity)
-        size = group.size * self._config.vocab_size if self._stage.is_last else 0
-        return torch.zeros(capacity, size, dtype=self._dtype, device=self._device)
 
     def distinct_steps(self, most: int) -> list[int]:
         """Numbers of tokens up to `most` that make a difference to a mixture of experts."""
@@ -231,14 +227,17 @@ class GpuDecoder:
         if self._replicas is not None:
             sparse = sum(isinstance(layer.mlp, ExpertWeights) for layer in chosen)
             self._replicas.check_exchanges(sparse)
-        self._added, self._last_update_norm = added, update_norm
+        self._left = self._what_is_left(tokens, added, update_norm)
         if not self._stage.is_last:
-            update_TH = None if added else self._update_TH[:tokens]
-            self._stage.send(residual_TH, update_TH, update_norm, self._config.eps, pdl)
+            self._stage.send(self._left, pdl)
 
-    def resume(self) -> None:
+    def _what_is_left(self, tokens: int, added: bool, update_norm: torch.Tensor | None) -> Item:
+        update_TH = None if added else self._update_TH[:tokens]
+        return Item(self._residual_TH[:tokens], update_TH, update_norm, self._config.eps)
+
+    def resume(self, tokens: int) -> None:
         """A graph has done the forward pass of a step with prompts: logits go on from there."""
-        self._added, self._last_update_norm = False, self._layers[-1].mlp_update_norm
+        self._left = self._what_is_left(tokens, False, self._layers[-1].mlp_update_norm)
 
     def _embed(self, token_ids_T: torch.Tensor, out_TH: torch.Tensor, pdl: bool) -> None:
         if self._group.size == 1:
@@ -257,51 +256,9 @@ class GpuDecoder:
         """[N, V] of the tokens of the step that `index` names, in the model's type. Valid until the
         next call. On other ranks than rank 0, and before the last stage, nothing to be read.
         """
-        count = len(index_N)
-        logits_NV = self.logits_NV[:count]
-        if not self._stage.is_last:
-            return logits_NV
-        if self._group.size == 1:
-            self._product_of_head(index_N, work, logits_NV, pdl)
-            return logits_NV
-        own_NV = self._group.own_logits(count)
-        self._product_of_head(index_N, work, own_NV, pdl)
-        self._group.gather(own_NV, None if self._group.rank else logits_NV, pdl)
-        return logits_NV
-
-    def _product_of_head(
-        self, index_N: torch.Tensor, work: Work, logits_NV: torch.Tensor, pdl: bool
-    ) -> None:
-        count, tokens, eps = len(index_N), work.tokens, self._config.eps
-        residual_TH = self._residual_TH[:tokens]
-        if self._is_single(work) and not self._config.sandwich:
-            few_linear(
-                residual_TH,
-                self._head.weight_NK,
-                logits_NV,
-                norm_weight_K=self._final_norm,
-                eps=eps,
-                pdl=pdl,
-            )
-            return
-        last_NH = self._last_NH[:count]
-        if self._added:  # which is a decode step's: its samples are its tokens
-            rms_norm(residual_TH[:count], self._final_norm, last_NH, eps, pdl=pdl)
-        else:
-            add_rms_norm(
-                self._update_TH[:tokens],
-                residual_TH,
-                self._final_norm,
-                last_NH,
-                eps,
-                update_weight_H=self._last_update_norm,
-                index_S=index_N,
-                pdl=pdl,
-            )
-        if work.is_single:
-            few_linear(last_NH, self._head.weight_NK, logits_NV, pdl=pdl)
-        elif not self._few_product(work, self._head, last_NH, logits_NV, pdl):
-            self._head.into(last_NH, logits_NV)
+        if self._head is not None:
+            self._head.run(self._left, index_N, work, pdl)
+        return self.logits_NV[: len(index_N)]
 
     # --- a layer, for any number of tokens
 
@@ -405,20 +362,11 @@ class GpuDecoder:
         if added:
             rms_norm(residual_TH, weight_H, x_TH, eps, pdl=pdl)
             return
+        norm = AddNorm(residual_TH, weight_H, x_TH, eps, update_norm)
         if self._summing.size > 1:
-            self._summing.sum_add_rms_norm(
-                self._part_TH, residual_TH, weight_H, x_TH, eps, update_norm, pdl
-            )
+            self._summing.sum_add_rms_norm(self._part_TH, norm, pdl)
             return
-        add_rms_norm(
-            self._update_TH[:tokens],
-            residual_TH,
-            weight_H,
-            x_TH,
-            eps,
-            update_weight_H=update_norm,
-            pdl=pdl,
-        )
+        add_rms_norm(self._update_TH[:tokens], *norm, pdl=pdl)
 
     # --- a layer, for one token
 

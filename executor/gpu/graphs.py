@@ -5,8 +5,9 @@
     forward   up to the logits; sampling follows outside. For the longest bound alone
 
 Only one rank of several knows whether a batch's sampling is plain; the others replay whole graphs
-whatever it does. NCCL wants a launch in a graph on all ranks or on none, and in the same one. So
-where there are such launches no graph is whole, and there is a forward graph for each bound.
+whatever it does. NCCL wants a launch in a graph on all ranks or on none, and in the one that was
+captured together. So where there are such launches no graph is whole, and there is a forward graph
+for each bound. (Replicas that share experts agree on the bound: lockstep.py.)
 
 How many sequences a step may have more than are in it is what `batch_sizes` leaves between its
 numbers; the rest are inert. The bounds are for attention of one sequence, which cuts its context
@@ -20,9 +21,12 @@ are captured first, so that the smaller ones find room in their pool.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -37,6 +41,7 @@ Run = Callable[[int, int, bool], None]
 # (size, bound) -> what decode attention's launches take from them
 Shape = Callable[[int, int], Hashable]
 Progress = Callable[[int, int], None]
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -67,7 +72,7 @@ def at_least(numbers: list[int], number: int) -> int:
 def capture_graph(
     launch: Callable[[], None], stream: torch.cuda.Stream, pool: tuple[int, int]
 ) -> torch.cuda.CUDAGraph:
-    """Of what `launch` launches on the stream."""
+    """Of what `launch` launches on the stream. Raises what that raises."""
     graph = torch.cuda.CUDAGraph()
     # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
     stream.synchronize()
@@ -75,9 +80,40 @@ def capture_graph(
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             launch()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # which says no more than that it is broken
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Nothing may be freed on the device in the middle of a capture."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def capture_graphs(
+    kinds: Sequence[Kind],
+    run: Callable[[Kind], None],
+    stream: torch.cuda.Stream,
+    progress: Progress,
+) -> dict[Kind, torch.cuda.CUDAGraph]:
+    """One of each kind, on the stream on which everything runs. `run` launches a step of a kind;
+    its kernels have run before.
+    """
+    pool, made = torch.cuda.graph_pool_handle(), {}
+    with _nothing_collected():
+        for done, kind in enumerate(kinds):
+            progress(done, len(kinds))
+            made[kind] = capture_graph(partial(run, kind), stream, pool)
+    progress(len(kinds), len(kinds))
+    return made
 
 
 def measure_graphs(
@@ -89,12 +125,13 @@ def measure_graphs(
     first of all costs more than each of the others. used: bytes that are in use.
     """
     pool, made, before, total, first = torch.cuda.graph_pool_handle(), [], used(), 0, 0
-    for launch, count in like:
-        made.append(capture_graph(launch, stream, pool))
-        now = used()
-        each, before = max(now - before, first // 8), now
-        first = first or each
-        total += each * count
+    with _nothing_collected():
+        for launch, count in like:
+            made.append(capture_graph(launch, stream, pool))
+            now = used()
+            each, before = max(now - before, first // 8), now
+            first = first or each
+            total += each * count
     return total
 
 
@@ -111,7 +148,6 @@ class DecodeGraphs:
         self._longest = bounds[-1]
         self._bounds = {size: distinct_bounds(size, bounds, shape) for size in self._sizes}
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -125,25 +161,9 @@ class DecodeGraphs:
                 yield size, self._longest, False
 
     def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
-        """All of them, on the stream on which everything runs. `run` launches a step; its kernels
-        have run before.
-        """
+        """All of them, as capture_graphs."""
         kinds = list(self.kinds())
-        gc.disable()  # nothing may be freed on the device in the middle of a capture
-        try:
-            for done, kind in enumerate(kinds):
-                progress(done, len(kinds))
-                self._graphs[kind] = self.capture_one(run, kind, stream)
-        finally:
-            gc.enable()
-        progress(len(kinds), len(kinds))
-
-    def capture_one(
-        self, run: Run, kind: tuple[int, int, bool], stream: torch.cuda.Stream
-    ) -> torch.cuda.CUDAGraph:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return capture_graph(lambda: run(*kind), stream, self._pool)
+        self._graphs = capture_graphs(kinds, lambda kind: run(*kind), stream, progress)
 
     def find(self, size: int, bound: int, whole: bool) -> torch.cuda.CUDAGraph | None:
         """The graph for a padded decode step, or None where there is none: it has too many

@@ -5,7 +5,8 @@ A step begins with a meeting through memory that the workers share: which step o
 in, whether its replica has work, and how its own step looks. From that all come to the same answer:
 
     nobody has tokens         nothing is launched
-    all that have decode      a decode step of as many sequences as the largest needs, padded
+    all that have decode      a decode step of as many sequences as the largest needs, padded, and
+                              for the longest context that one has
     somebody has a prompt     a step with prompts of as many tokens as the longest needs; who only
                               decodes, runs it, too
 
@@ -46,38 +47,44 @@ _NOBODY = Step(*[_NONE] * 7, False, 0, 0, 0, 0)
 
 
 class Agreed(NamedTuple):
-    """rows: P. num_tokens: of each replica's rows so many are its own, int32 [N]."""
+    """rows: P. longest: of a decode step's contexts. num_tokens: of each replica's rows so many are
+    its own, int32 [N].
+    """
 
     kind: int
     rows: int
+    longest: int
     num_tokens: Ints
 
 
-def words_of(step: Step | None) -> tuple[int, int, int]:
-    """What a replica says of its own step: the kind, its tokens, and these padded as it would."""
+def words_of(step: Step | None) -> tuple[int, int, int, int]:
+    """What a replica says of its own step: the kind, its tokens, these padded as it would, and the
+    longest context of sequences of one token.
+    """
     if step is None:
-        return NOTHING, 0, 0
-    return DECODE if step.is_decode else MIXED, int(step.ends[-1]), step.tokens
+        return NOTHING, 0, 0, 0
+    kind = DECODE if step.is_decode else MIXED
+    return kind, int(step.ends[-1]), step.tokens, step.longest
 
 
 def agree(words: Ints, counts: list[int]) -> Agreed | None:
-    """words: of all replicas (words_of), int32 [N, 3]. counts: of the graphs of steps with prompts.
+    """words: of all replicas (words_of), int32 [N, 4]. counts: of the graphs of steps with prompts.
     None: nobody has tokens.
     """
-    kind, most, padded = words.max(0).tolist()
+    kind, most, padded, longest = words.max(0).tolist()
     if kind == NOTHING:
         return None
     rows = padded
     if kind == MIXED and counts and most <= counts[-1]:
         rows = at_least(counts, most)
-    return Agreed(kind, rows, words[:, 1].copy())
+    return Agreed(kind, rows, longest, words[:, 1].copy())
 
 
 def fit(step: Step | None, agreed: Agreed, pad_decodes: Callable[[int], int]) -> Step:
     """A replica's own step, as all run it. pad_decodes: from sequences of one token."""
     step = (step or _NOBODY)._replace(tokens=agreed.rows, num_tokens=agreed.num_tokens)
     if agreed.kind == DECODE:
-        return step._replace(is_decode=True, decodes=agreed.rows)
+        return step._replace(is_decode=True, decodes=agreed.rows, longest=agreed.longest)
     # Tokens behind its own are padding, and laid out as if they were one sequence's.
     step = step._replace(longest_chunk=agreed.rows)
     if not step.is_decode:
@@ -114,7 +121,7 @@ class Lockstep:
             self.host = HostGroup(ranks.worker, ranks.workers, memory, timeout)
         finally:
             torch.set_num_threads(threads)
-        said, heard = np.zeros(7, np.int32), np.zeros((ranks.workers, 7), np.int32)
+        said, heard = np.zeros(8, np.int32), np.zeros((ranks.workers, 8), np.int32)
         self._said, self._heard = said, heard[:: ranks.ranks]  # a replica's ranks say the same
         (self._exchange,) = self.host.all_side_by_side(
             np.ones(1, np.int64), _words(said[None]), _words(heard.reshape(1, -1))

@@ -8,12 +8,13 @@ computing. Beyond that (BUSY_SECONDS) padding would cost more than the launches.
 There is a graph for each padded number of tokens, with and without sequences of one token, whose
 attention is decode attention's. What a step has of the rest is read on the device, and padded with
 what is inert: sequences to the batch's capacity, tiles of prefill attention, which say how many
-there are, to as many as so many tokens and sequences can make.
+there are, to as many as so many tokens and sequences can make. A graph with sequences of one token
+serves a step that has none, too: where replicas must all replay the same one (replicas.py), there
+are no others.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 
 from ...kernels.gpu.prefill_attention import plan_tiles, tile_tokens
 from .batch import Ints, Step
-from .graphs import Progress, at_least, capture_graph
+from .graphs import Progress, at_least, capture_graphs
 
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BUSY_SECONDS = 20e-3  # about twice of what the launches of a step take
@@ -52,10 +53,12 @@ def token_counts(most: int, weight_bytes: int) -> list[int]:
 
 
 class MixedGraphs:
-    """counts: of tokens. capacity: most sequences of a step. group: query heads of a key head."""
+    """counts: of tokens. capacity: most sequences of a step. group: query heads of a key head.
+    alike: whether replicas must all replay the same one.
+    """
 
-    def __init__(self, counts: list[int], capacity: int, group: int) -> None:
-        self.counts, self._capacity = counts, capacity
+    def __init__(self, counts: list[int], capacity: int, group: int, alike: bool = False) -> None:
+        self.counts, self._capacity, self._alike = counts, capacity, alike
         self._tile_tokens = tile_tokens(group)
         self._graphs: dict[Mixed, torch.cuda.CUDAGraph] = {}
 
@@ -67,7 +70,7 @@ class MixedGraphs:
         return [
             self._kind(tokens, decodes)
             for tokens in reversed(self.counts)
-            for decodes in (True, False)
+            for decodes in ((True,) if self._alike else (True, False))
         ]
 
     def _kind(self, tokens: int, decodes: bool) -> Mixed:
@@ -81,20 +84,11 @@ class MixedGraphs:
         tokens = step.tokens if step.num_tokens is not None else int(step.ends[-1])
         if not self.counts or tokens > self.counts[-1]:
             return None
-        return self._kind(at_least(self.counts, tokens), step.decodes > 0)
+        return self._kind(at_least(self.counts, tokens), self._alike or step.decodes > 0)
 
     def capture(self, run: Run, stream: torch.cuda.Stream, progress: Progress) -> None:
-        """As DecodeGraphs.capture."""
-        kinds = self.kinds()
-        pool = torch.cuda.graph_pool_handle()
-        gc.disable()
-        try:
-            for done, kind in enumerate(kinds):
-                progress(done, len(kinds))
-                self._graphs[kind] = capture_graph(lambda kind=kind: run(kind), stream, pool)
-        finally:
-            gc.enable()
-        progress(len(kinds), len(kinds))
+        """All of them, as capture_graphs."""
+        self._graphs = capture_graphs(self.kinds(), run, stream, progress)
 
     def replay(self, kind: Mixed) -> None:
         self._graphs[kind].replay()

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.gpu.norm import add_rms_norm
-from ...kernels.gpu.stage_pipe import add_update
+from ...kernels.gpu.norm import AddNorm, add_rms_norm
+from ...kernels.gpu.stage_pipe import Item, add_update
 from .nccl import Communicator
-from .parallel import Shape
+from .parallel import Shape, put_sum
 
 
 class NcclGroup:
@@ -46,23 +46,11 @@ class NcclGroup:
         pdl: bool = False,
     ) -> None:
         self._add_up(part_TH)
-        if add_to_TH is not None:
-            torch.add(add_to_TH, part_TH, out=out_TH)
-        elif out_TH.data_ptr() != part_TH.data_ptr():
-            out_TH.copy_(part_TH)
+        put_sum(part_TH, out_TH, add_to_TH)
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
         self._add_up(part_TH)
-        add_rms_norm(part_TH, residual_TH, weight_H, out_TH, eps, update_weight_H=update_weight_H)
+        add_rms_norm(part_TH, *norm)
 
     def own_logits(self, count: int) -> torch.Tensor:
         return self._logits[0, :count]
@@ -131,15 +119,8 @@ class NcclPipe:
         # Not programmatic, so that what follows may be.
         add_update(rows_TH, out_TH)
 
-    def send(
-        self,
-        residual_TH: torch.Tensor,
-        update_TH: torch.Tensor | None,
-        update_weight_H: torch.Tensor | None,
-        eps: float,
-        is_open: bool,
-        pdl: bool,
-    ) -> None:
+    def send(self, item: Item, is_open: bool, pdl: bool) -> None:
+        residual_TH, update_TH, update_weight_H, eps = item
         rows_TH = self._rows_TH[: len(residual_TH)]
         add_update(residual_TH, rows_TH, update_TH, update_weight_H, eps, pdl=pdl)
         if is_open:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ...kernels.gpu import all_reduce as kernels
-from ...kernels.gpu.norm import add_rms_norm
+from ...kernels.gpu.norm import AddNorm, add_rms_norm
 from ...mq.messages import NewSequence
 from .batch import Ints
 from .devices import check_peers
@@ -115,16 +115,7 @@ class DeviceGroup(Protocol):
     ) -> None:
         """out = [add_to +] the sum of all ranks' parts, which `place` gave."""
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
         """add_rms_norm (kernels/gpu/norm.py) of the sum of all ranks' parts."""
 
     def own_logits(self, count: int) -> torch.Tensor:
@@ -175,12 +166,7 @@ class PeerGroup:
         self.most_tokens = layout.most_tokens
         self._shape, self._layout, self._own = shape, layout, memory.own
         self._long_sum, self._close = long_sum, close
-        device = memory.own.device
-        self._peers = kernels.Peers(
-            rank,
-            torch.tensor(memory.addresses, dtype=torch.int64, device=device),
-            torch.zeros(kernels.MOST_PROGRAMS, dtype=torch.int32, device=device),
-        )
+        self._peers = kernels.make_peers(rank, memory.addresses, memory.own.device)
 
     def place(self, which: int, update_TH: torch.Tensor) -> torch.Tensor:
         if len(update_TH) > self._layout.most_tokens:
@@ -194,33 +180,18 @@ class PeerGroup:
         add_to_TH: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> None:
-        if (place := self._place_of(part_TH)) is not None:
+        if (place := place_in(self._own, part_TH)) is not None:
             kernels.all_reduce(self._peers, place, out_TH, add_to_TH, pdl=pdl)
             return
         self._sum_long(part_TH)
-        if add_to_TH is not None:
-            torch.add(add_to_TH, part_TH, out=out_TH)
-        elif out_TH.data_ptr() != part_TH.data_ptr():
-            out_TH.copy_(part_TH)
+        put_sum(part_TH, out_TH, add_to_TH)
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
-        norm = {"update_weight_H": update_weight_H, "pdl": pdl}
-        if (place := self._place_of(part_TH)) is not None:
-            kernels.all_reduce_add_rms_norm(
-                self._peers, place, residual_TH, weight_H, out_TH, eps, **norm
-            )
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
+        if (place := place_in(self._own, part_TH)) is not None:
+            kernels.all_reduce_add_rms_norm(self._peers, place, *norm, pdl=pdl)
             return
         self._sum_long(part_TH)
-        add_rms_norm(part_TH, residual_TH, weight_H, out_TH, eps, **norm)
+        add_rms_norm(part_TH, *norm, pdl=pdl)
 
     def own_logits(self, count: int) -> torch.Tensor:
         return self._view(self._layout.logits, count, self._shape.vocab)
@@ -248,14 +219,23 @@ class PeerGroup:
         size = int(np.prod(shape)) * self._shape.dtype.itemsize
         return self._own[place : place + size].view(self._shape.dtype).view(shape)
 
-    def _place_of(self, part_TH: torch.Tensor) -> int | None:
-        """In this rank's memory; None for what is long."""
-        place = part_TH.data_ptr() - self._own.data_ptr()
-        return place if 0 <= place < len(self._own) else None
-
     def _sum_long(self, part_TH: torch.Tensor) -> None:
         assert self._long_sum is not None
         self._long_sum(part_TH)
+
+
+def place_in(memory: torch.Tensor, x: torch.Tensor) -> int | None:
+    """Where x begins in a rank's memory, in bytes; None for what is elsewhere."""
+    place = x.data_ptr() - memory.data_ptr()
+    return place if 0 <= place < len(memory) else None
+
+
+def put_sum(sum_TH: torch.Tensor, out_TH: torch.Tensor, add_to_TH: torch.Tensor | None) -> None:
+    """out = [add_to +] a sum that has been made; out may be it."""
+    if add_to_TH is not None:
+        torch.add(add_to_TH, sum_TH, out=out_TH)
+    elif out_TH.data_ptr() != sum_TH.data_ptr():
+        out_TH.copy_(sum_TH)
 
 
 def join_devices(

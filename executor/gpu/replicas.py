@@ -9,10 +9,11 @@ alike. At each mixture, in the order of each device's stream:
     experts   each rank computes all rows for the experts that it has, and makes zeros of the others
     sum       each adds up its own replica's P rows of all ranks
 
-So a mixture is two exchanges, in every step and graph alike, and replicas stay together though one
-replays the graph of a decode step and another that of prompts, as long as P is the same. What is
-beyond a replica's own tokens goes to no expert: how many are its own lies on the device, with the
-step's other inputs.
+So a mixture is two exchanges, in every step and graph alike, and replicas stay together as long as
+P is the same, whichever graphs they replay. Only where NCCL's launches are in the graphs all must
+replay the same one (graphs.py): then none has the sampling in it, and that of prompts also has
+sequences of one token, whether a replica has any or not. What is beyond a replica's own tokens goes
+to no expert: how many are its own lies on the device, with the step's other inputs.
 
 Which way an exchange takes follows from where the replicas are:
 
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...kernels.gpu import all_reduce as kernels
-from ...kernels.gpu.norm import add_rms_norm
+from ...kernels.gpu.norm import AddNorm, add_rms_norm
 from ...mq.config import EngineConfig
 from ...mq.errors import ConfigError
 from .graphs import LARGEST
@@ -56,6 +57,8 @@ from .parallel import (
     Memory,
     Shape,
     aligned,
+    place_in,
+    put_sum,
 )
 
 
@@ -128,14 +131,15 @@ class Long(NamedTuple):
 
 class RowGroup(Protocol):
     """rank, size: of the replica among all. most_tokens: of steps that a graph may hold.
-    programmatic: whether launches there may be so. num_tokens: int32 [N], on the device: of the
-    step.
+    programmatic: whether launches there may be so. alike: whether all must replay the same graph.
+    num_tokens: int32 [N], on the device: of the step.
     """
 
     rank: int
     size: int
     most_tokens: int
     programmatic: bool
+    alike: bool
     num_tokens_N: torch.Tensor
 
     def place_rows(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -159,16 +163,7 @@ class RowGroup(Protocol):
     ) -> None:
         """As DeviceGroup.sum."""
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
         """As DeviceGroup.sum_add_rms_norm."""
 
     def check_exchanges(self, mixtures: int) -> None:
@@ -187,6 +182,7 @@ class LongRows:
     """
 
     programmatic = True  # but for what comes right behind one of NCCL's launches
+    alike = True
     num_tokens_N: torch.Tensor
 
     def __init__(
@@ -246,26 +242,14 @@ class LongRows:
         # Behind NCCL no launch of a graph is programmatic.
         if not isinstance(self._own, Alone):
             self._own.sum(part_TH, out_TH, add_to_TH)
-        elif add_to_TH is not None:
-            torch.add(add_to_TH, part_TH, out=out_TH)
         else:
-            out_TH.copy_(part_TH)
+            put_sum(part_TH, out_TH, add_to_TH)
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
-        tensors = part_TH, residual_TH, weight_H, out_TH, eps
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
         if not isinstance(self._own, Alone):
-            self._own.sum_add_rms_norm(*tensors, update_weight_H, False)
+            self._own.sum_add_rms_norm(part_TH, norm, False)
         else:
-            add_rms_norm(*tensors, update_weight_H=update_weight_H)
+            add_rms_norm(part_TH, *norm)
 
     def check_exchanges(self, mixtures: int) -> None:
         count, self._exchanges = self._exchanges, 0
@@ -291,6 +275,8 @@ class PeerRows(LongRows):
     out. memory: of all ranks. long: None if there is nothing long.
     """
 
+    alike = False  # no graph has a long one
+
     def __init__(
         self,
         ranks: Ranks,
@@ -307,14 +293,15 @@ class PeerRows(LongRows):
         self._rows, self._parts = memory.own[: layout.sums], memory.own[layout.sums :]
         device, addresses = memory.own.device, memory.addresses
         across = addresses[ranks.rank :: ranks.ranks]
-        self._gathering = make_peers(ranks.engine, across, device)
-        self._summing = make_peers(ranks.worker, [a + layout.sums for a in addresses], device)
+        sums = [address + layout.sums for address in addresses]
+        self._gathering = kernels.make_peers(ranks.engine, across, device)
+        self._summing = kernels.make_peers(ranks.worker, sums, device)
 
     def place_rows(self, x_TH: torch.Tensor) -> torch.Tensor:
         return x_TH if len(x_TH) > self._most else self._view(self._rows, len(x_TH))
 
     def _gather(self, out: torch.Tensor, x_PH: torch.Tensor, pdl: bool) -> None:
-        place = _place_in(self._rows, x_PH)
+        place = place_in(self._rows, x_PH)
         if place is None:
             super()._gather(out, x_PH, pdl)
         else:
@@ -327,7 +314,7 @@ class PeerRows(LongRows):
         return self._view(self._parts, self.size * tokens)
 
     def _own_rows(self, part: torch.Tensor) -> torch.Tensor:
-        if _place_in(self._parts, part) is None:
+        if place_in(self._parts, part) is None:
             return super()._own_rows(part)
         tokens = len(part) // self.size
         return part[self.rank * tokens : (self.rank + 1) * tokens]
@@ -339,43 +326,18 @@ class PeerRows(LongRows):
         add_to_TH: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> None:
-        if (place := _place_in(self._parts, part_TH)) is None:
+        if (place := place_in(self._parts, part_TH)) is None:
             super().sum(part_TH, out_TH, add_to_TH, pdl)
         else:
             kernels.all_reduce(self._summing, place, out_TH, add_to_TH, pdl=pdl)
 
-    def sum_add_rms_norm(
-        self,
-        part_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        weight_H: torch.Tensor,
-        out_TH: torch.Tensor,
-        eps: float,
-        update_weight_H: torch.Tensor | None,
-        pdl: bool,
-    ) -> None:
-        tensors = residual_TH, weight_H, out_TH, eps
-        if (place := _place_in(self._parts, part_TH)) is None:
-            super().sum_add_rms_norm(part_TH, *tensors, update_weight_H, pdl)
+    def sum_add_rms_norm(self, part_TH: torch.Tensor, norm: AddNorm, pdl: bool) -> None:
+        if (place := place_in(self._parts, part_TH)) is None:
+            super().sum_add_rms_norm(part_TH, norm, pdl)
         else:
-            kernels.all_reduce_add_rms_norm(
-                self._summing, place, *tensors, update_weight_H=update_weight_H, pdl=pdl
-            )
+            kernels.all_reduce_add_rms_norm(self._summing, place, *norm, pdl=pdl)
 
     def _view(self, memory: torch.Tensor, rows: int) -> torch.Tensor:
         dtype, hidden = self._shape.dtype, self._shape.hidden
         end = kernels.FLAGS_BYTES + rows * hidden * dtype.itemsize
         return memory[kernels.FLAGS_BYTES : end].view(dtype).view(rows, hidden)
-
-
-def make_peers(rank: int, addresses: list[int], device: torch.device) -> kernels.Peers:
-    return kernels.Peers(
-        rank,
-        torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.zeros(kernels.MOST_PROGRAMS, dtype=torch.int32, device=device),
-    )
-
-
-def _place_in(memory: torch.Tensor, x: torch.Tensor) -> int | None:
-    place = x.data_ptr() - memory.data_ptr()
-    return place if 0 <= place < len(memory) else None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..runner import Done, OtherHosts, PendingStep, Progress
 from ..stages import Position
 from ..weights import DummyWeights, SafetensorsWeights, WeightSource
 from . import joining, memory, replica_joining
-from .attention import decode_config, launches_of
+from .attention import decode_config
 from .batch import GpuBatch, Slot, Step
 from .compile_ahead import CompileServer, compile_variants, prepare_folder
 from .decoder import GpuDecoder
@@ -45,17 +45,9 @@ from .description import describe
 from .device_experts import Carrier, GroupCarrier
 from .devices import check_split
 from .expert_watch import ExpertWatch
-from .graphs import (
-    DecodeGraphs,
-    at_least,
-    batch_sizes,
-    context_bounds,
-    distinct_bounds,
-    measure_graphs,
-)
+from .graphs import at_least, batch_sizes
 from .hosts import device_here
 from .lockstep import Lockstep
-from .mixed_graphs import Mixed, MixedGraphs, lay_out_tiles, token_counts
 from .parallel import Alone, AnySampler, DeviceGroup, PeerGroup, Shape, make_sampler
 from .pending import GpuPending
 from .prompt_logprobs import PromptLogprobsReader
@@ -63,9 +55,9 @@ from .replicas import Ranks, RowGroup
 from .sampler import Sampler
 from .schemes import choose_cache_dtype, choose_dtype, choose_scheme
 from .stages import GpuStage, NoSampler, Place
+from .step_launcher import StepLauncher
 from .stopwatch import Stopwatch
 from .warm_up import WarmUp
-from .work import Work
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +98,6 @@ class GpuModelRunner:
         self._carrier = carrier or GroupCarrier()
         self._on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
-        self._graphs: DecodeGraphs | None = None
-        self._mixed_graphs: MixedGraphs | None = None
         self._kernels: dict[str, int] = {}  # variants that steps need, and how many were compiled
         self._details: dict[str, str | int | float] = {}
 
@@ -141,7 +131,7 @@ class GpuModelRunner:
             self._decoder.set_cache(1)
             programmatic = self._uses_graphs and self._exchange.programmatic
             parts = self._batch, self._decoder, self._sampler
-            warm_up = WarmUp(*parts, self._bounds_of, programmatic)
+            warm_up = WarmUp(*parts, self._launcher.bounds_of, programmatic)
             if server is not None:
                 tell = partial(progress, "compiling kernels")
                 self._kernels = compile_variants(server, warm_up.variants, tell)
@@ -159,13 +149,6 @@ class GpuModelRunner:
         watch.lap("capture")
         self._describe(terms, ready.num_blocks, watch.seconds)
         return ready
-
-    def _bounds_of(self, size: int) -> list[int]:
-        """The bounds that make a difference to steps of `size` sequences."""
-        return sorted(set(distinct_bounds(size, self._bounds, self._attention_of).values()))
-
-    def _attention_of(self, size: int, bound: int) -> Hashable:
-        return launches_of(size, bound, self._decoder.config, self._decoder.cache_dtype)
 
     @property
     def _exchange(self) -> RowGroup | DeviceGroup | Alone:
@@ -207,8 +190,7 @@ class GpuModelRunner:
 
     def _make_buffers(self) -> None:
         config, spec = self._config, self._spec
-        self._sizes = batch_sizes(max(config.max_num_seqs, 2))
-        self._bounds = context_bounds(spec.max_model_len)
+        sizes = batch_sizes(max(config.max_num_seqs, 2))
         self._batch = GpuBatch(
             max_num_seqs=config.max_num_seqs,
             max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
@@ -216,7 +198,7 @@ class GpuModelRunner:
             block_size=config.block_size,
             num_groups=len(self._decoder.groups),
             num_slots=config.most_steps_in_flight + 1,
-            pad=lambda sequences: at_least(self._sizes, sequences),
+            pad=partial(at_least, sizes),
             windows=sorted(set(self._decoder.config.windows)),
             decode=decode_config(self._decoder.config, self._decoder.cache_dtype, self._device),
             device=self._device,
@@ -234,12 +216,13 @@ class GpuModelRunner:
             self._stage.bind(batch)
         elif self._size > 1:
             self._group = self._join(shape)
-        self._fuses = self._exchange.programmatic and not self._stage.crosses
         self._decoder.bind(batch, spec.max_model_len, self._group, self._rows, self._stage)
         self._sampler: AnySampler | NoSampler = NoSampler()
         if self._stage.is_last:
             self._sampler = make_sampler(self._make_sampler, self._group)
-        self._work = Work(1, 1, 1)
+        parts = batch, self._decoder, self._sampler, self._stage, self._exchange
+        alike = self._rows is not None and self._rows.alike
+        self._launcher = StepLauncher(*parts, sizes, spec.max_model_len, alike)
         self._prompt_logprobs = PromptLogprobsReader(batch, self._prompt_logits, spec.vocab_size)
         speaks = self._stage.is_last and not (self._rank or (config.lockstep and self._engine))
         self._experts = ExpertWatch(config, self._decoder.mixtures, speaks, self._carrier)
@@ -261,28 +244,14 @@ class GpuModelRunner:
         )
 
     def _prompt_logits(self, index: torch.Tensor) -> torch.Tensor | None:
-        logits = self._decoder.logits(index, self._work)
+        logits = self._launcher.logits(index)
         return None if self._rank else logits
 
     def _measure_graphs(self, meter: memory.Meter) -> int:
         """Bytes that all graphs will take."""
         if not self._uses_graphs or self._stream is None:
             return 0
-        graphs, mixed = self._plan_graphs()
-        kinds, mixes = list(graphs.kinds()), mixed.kinds()
-        like = [(lambda: self._run_decode(*kinds[0]), 1)]
-        like.append((lambda: self._run_decode(*kinds[-1]), len(kinds) - 1))
-        like += [(lambda kind=kind: self._run_mixed(kind), len(mixes)) for kind in mixes[:1]]
-        return measure_graphs(like, self._stream, meter.used)
-
-    def _plan_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
-        """None of them captured."""
-        most = min(self._batch.max_tokens, self._exchange.most_tokens)
-        counts = token_counts(*self._stage.agree(most, self._decoder.num_bytes))
-        return (
-            DecodeGraphs(self._sizes, self._bounds, self._attention_of, self._fuses),
-            MixedGraphs(counts, self._batch.capacity, self._decoder.head_group),
-        )
+        return self._launcher.measure_graphs(self._stream, meter.used)
 
     def _make_cache(self, terms: memory.Terms, warm_up: WarmUp) -> WorkerReady:
         config, spec = self._config, self._spec
@@ -298,26 +267,18 @@ class GpuModelRunner:
 
     def _capture(self, progress: Progress) -> None:
         assert self._stream is not None
-        graphs, mixed = self._plan_graphs()
-        decodes = len(list(graphs.kinds()))
-        total = decodes + len(mixed.kinds())
+        graphs, mixed = self._launcher.plan_graphs()
         if self._lockstep is not None:
             self._lockstep.check_alike("graphs", (list(graphs.kinds()), mixed.kinds()))
             self._lockstep.counts = mixed.counts
-
-        def tell(done: int) -> None:
-            progress("capturing graphs", done, total)
-
+        tell = partial(progress, "capturing graphs")
         with memory.room_for("graphs"):
-            graphs.capture(self._run_decode, self._stream, lambda done, _: tell(done))
-            mixed.capture(self._run_mixed, self._stream, lambda done, _: tell(decodes + done))
-        self._graphs, self._mixed_graphs = graphs, mixed
+            self._launcher.capture(graphs, mixed, self._stream, tell)
 
     def _describe(self, terms: memory.Terms, num_blocks: int, seconds: dict[str, float]) -> None:
         types = self._dtype, str(self._scheme or "none")
-        num_graphs = len(self._graphs or ()) + len(self._mixed_graphs or ())
         parts = self._config, self._device, self._decoder
-        told = describe(*parts, *types, terms, num_blocks, num_graphs)
+        told = describe(*parts, *types, terms, num_blocks, self._launcher.num_graphs)
         self._details = {**told, **self._kernels, **seconds}
         log.info("memory of %s: %s", self._device, told["memory"])
 
@@ -371,13 +332,11 @@ class GpuModelRunner:
         self, plan: StepPlan, step: Step | None, pending: GpuPending, slot: Slot, asks: bool
     ) -> None:
         batch = self._batch
-        answers = self._stage.is_last
         pending.begin()
         if step is not None:
             batch.turn = self._experts.before_step()
         batch.fill(slot, step)
-        mixed = self._find_mixed(step)
-        tiles = self._plan_tiles(slot, step, mixed)
+        prefill = self._launcher.lay_out(slot, step)
         copies = [slot.put(codec.ints(ids)) for ids in (plan.copy_from, plan.copy_to)]
         num_copies = len(plan.copy_to) // 4
         batch.send(slot)
@@ -387,114 +346,11 @@ class GpuModelRunner:
         if step is None:
             batch.apply_changes()
         else:
-            plain = self._sampler.is_plain(step.sampled)
-            whole = plain and self._fuses
-            if not (replayed := self._replay(step, whole)):
-                self._run(step, tiles, mixed)
-            if answers:
-                if not (replayed and whole):
-                    self._sample(step, plain, pending)
+            self._launcher.launch(step, prefill, pending)
+            if self._stage.is_last:
                 if asks:
                     pending.prompts = self._prompt_logprobs.launch(step)
                 count = len(step.sampled)
                 slot.outputs[:count].copy_(batch.sampled_N[:count], non_blocking=True)
         pending.experts = self._experts.after_step(step is not None)
         pending.end()
-
-    def _find_mixed(self, step: Step | None) -> Mixed | None:
-        """The graph of a step with prompts in it, if there is one."""
-        if self._mixed_graphs is None or step is None or step.is_decode:
-            return None
-        return self._mixed_graphs.kind_of(step)
-
-    def _plan_tiles(self, slot: Slot, step: Step | None, mixed: Mixed | None) -> int:
-        """Of the sequences that prefill attention serves, at the beginning of the slot's tail. How
-        many.
-        """
-        if step is None or step.is_decode:
-            return 0
-        tiles = lay_out_tiles(step, self._decoder.head_group, mixed)
-        place = slot.put(tiles)
-        assert place == self._batch.tail
-        return tiles.shape[1]
-
-    def _tiles(self, count: int) -> torch.Tensor | None:
-        return self._batch.view(self._batch.tail, 2, count) if count else None
-
-    def _replay(self, step: Step, whole: bool) -> bool:
-        """Run the graph of a decode step, if there is one."""
-        if self._graphs is None or not step.is_decode:
-            return False
-        bound = at_least(self._bounds, step.longest)
-        graph = self._graphs.find(step.decodes, bound, whole)
-        if graph is None:
-            return False
-        graph.replay()
-        self._work = Work(step.tokens, step.decodes, bound)
-        return True
-
-    def _run(self, step: Step, tiles: int, mixed: Mixed | None) -> None:
-        """The forward pass, and the logits of the sampled tokens."""
-        batch, decoder = self._batch, self._decoder
-        if mixed is not None and self._mixed_graphs is not None:
-            self._mixed_graphs.replay(mixed)
-            decoder.resume()
-            self._work = self._work_of(mixed)
-        else:
-            batch.apply_changes()
-            sequences = step.decodes if step.is_decode else max(1, len(step.rows))
-            batch.lay_out_tokens(sequences, step.tokens, step.longest_chunk)
-            bound = at_least(self._bounds, step.longest) if step.decodes else 0
-            self._work = Work(step.tokens, step.decodes, bound, self._tiles(tiles))
-            decoder.forward(self._work)
-        if len(step.sampled):
-            decoder.logits(batch.last_N[: self._samples(step)], self._work)
-
-    def _run_mixed(self, mixed: Mixed) -> None:
-        """What a graph of a step with prompts is captured from."""
-        self._batch.prepare_mixed(mixed.tokens)
-        self._decoder.forward(self._work_of(mixed))
-
-    def _work_of(self, mixed: Mixed) -> Work:
-        bound = self._bounds[-1] if mixed.decodes else 0
-        return Work(mixed.tokens, mixed.decodes, bound, self._tiles(mixed.tiles))
-
-    def _samples(self, step: Step) -> int:  # padded: a decode step's are its sequences
-        return step.decodes if step.is_decode else at_least(self._sizes, len(step.sampled))
-
-    def _sample(self, step: Step, plain: bool, pending: GpuPending) -> None:
-        batch, count = self._batch, len(step.sampled)
-        if not count:
-            return
-        if plain:
-            self._sample_plain(self._samples(step))
-            return
-        pending.logprobs = self._sampler.sample(
-            self._decoder.logits_NV[:count],
-            step.sampled,
-            step.positions,
-            batch.sample_rows_N[:count],
-            batch.sample_positions_N[:count],
-            batch.sampled_N[:count],
-        )
-        batch.append(count)
-
-    def _sample_plain(self, samples: int, pdl: bool = False) -> None:
-        batch = self._batch
-        self._sampler.sample_plain(
-            self._decoder.logits_NV[:samples],
-            batch.sample_rows_N[:samples],
-            batch.sample_positions_N[:samples],
-            batch.sampled_N[:samples],
-            pdl=pdl,
-        )
-        batch.append(samples, pdl)
-
-    def _run_decode(self, size: int, bound: int, whole: bool) -> None:
-        """What a graph is captured from."""
-        work, pdl = Work(size, size, bound), self._exchange.programmatic
-        self._batch.prepare_decode(size, pdl)
-        self._decoder.forward(work, pdl=pdl)
-        self._decoder.logits(self._batch.last_N[:size], work, pdl)
-        if whole and self._stage.is_last:
-            self._sample_plain(size, pdl)

@@ -51,16 +51,8 @@ class StagePipe(Protocol):
     def receive(self, out_TH: torch.Tensor, is_open: bool, pdl: bool) -> None:
         """The next item."""
 
-    def send(
-        self,
-        residual_TH: torch.Tensor,
-        update_TH: torch.Tensor | None,
-        update_weight_H: torch.Tensor | None,
-        eps: float,
-        is_open: bool,
-        pdl: bool,
-    ) -> None:
-        """As `send` (kernels/gpu/stage_pipe.py)."""
+    def send(self, item: kernels.Item, is_open: bool, pdl: bool) -> None:
+        """With its update added."""
 
 
 class PeerPipe:
@@ -74,16 +66,7 @@ class PeerPipe:
     def receive(self, out_TH: torch.Tensor, is_open: bool, pdl: bool) -> None:
         kernels.receive(self.end, out_TH, is_open=is_open, pdl=pdl)
 
-    def send(
-        self,
-        residual_TH: torch.Tensor,
-        update_TH: torch.Tensor | None,
-        update_weight_H: torch.Tensor | None,
-        eps: float,
-        is_open: bool,
-        pdl: bool,
-    ) -> None:
-        item = residual_TH, update_TH, update_weight_H, eps
+    def send(self, item: kernels.Item, is_open: bool, pdl: bool) -> None:
         kernels.send(self.end, *item, is_open=is_open, pdl=pdl)
 
 
@@ -140,17 +123,10 @@ class GpuStage:
         assert self._inlet is not None
         self._inlet.receive(out_TH, self._is_open, pdl)
 
-    def send(
-        self,
-        residual_TH: torch.Tensor,
-        update_TH: torch.Tensor | None,
-        update_weight_H: torch.Tensor | None,
-        eps: float,
-        pdl: bool,
-    ) -> None:
-        """Not on the last stage. update: what is still to be added, or None."""
+    def send(self, item: kernels.Item, pdl: bool) -> None:
+        """Not on the last stage."""
         assert self._outlet is not None
-        self._outlet.send(residual_TH, update_TH, update_weight_H, eps, self._is_open, pdl)
+        self._outlet.send(item, self._is_open, pdl)
 
     # --- tokens
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ...mq.errors import PeerDeadError
+from ...mq.fence import WEAK, order
 
 _NAP_SECONDS = 20e-6
 _NUMBERS = 1 << 31  # of items, then they begin again
@@ -84,6 +85,8 @@ class TokenMail:
         def receive() -> None:
             values[:] = self._slot & 0xFFFFFFFF
             self._item += 1
+            if WEAK:
+                order()  # the slot has been read before that is said
             self._taken[self._reader] = self._item
 
         return send if self._reader is None else receive

@@ -58,6 +58,14 @@ class Peers(NamedTuple):
         return len(self.addresses)
 
 
+def make_peers(rank: int, addresses: Sequence[int], device: torch.device) -> Peers:
+    return Peers(
+        rank,
+        torch.tensor(addresses, dtype=torch.int64, device=device),
+        torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device),
+    )
+
+
 def all_reduce_reference(
     parts: Sequence[torch.Tensor],
     out_TH: torch.Tensor,
@@ -76,15 +84,12 @@ def all_reduce_add_rms_norm_reference(
     weight_H: torch.Tensor,
     out_TH: torch.Tensor,
     eps: float,
-    *,
     update_weight_H: torch.Tensor | None = None,
 ) -> None:
     """parts: of all ranks."""
     total = torch.empty(parts[0].shape, device=parts[0].device)
     all_reduce_reference(parts, total)
-    add_rms_norm_reference(
-        total, residual_TH, weight_H, out_TH, eps, update_weight_H=update_weight_H
-    )
+    add_rms_norm_reference(total, residual_TH, weight_H, out_TH, eps, update_weight_H)
 
 
 def all_reduce(
@@ -130,8 +135,8 @@ def all_reduce_add_rms_norm(
     weight_H: torch.Tensor,
     out_TH: torch.Tensor,
     eps: float,
-    *,
     update_weight_H: torch.Tensor | None = None,
+    *,
     pdl: bool = False,
 ) -> None:
     """add_rms_norm (norm.py) of the sum of what lies at `place` (bytes) of every rank's memory:

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 DIRECT_TOKENS = 4
+TURNS = 1 << 30  # of steps, then they begin again: with a token's number added they fit an int32
 NOWHERE = -1
 # Pairs that a program looks at together: of few tokens, and where blocks are large since there are
 # many.
@@ -49,8 +50,8 @@ class Blocks(NamedTuple):
 
 class Routes(NamedTuple):
     """Of one layer. table: int32 [E, 1 + R], of each expert how many replicas it has, and the place
-    of each of them on this rank, NOWHERE for those of others. turn: int32 [1], of the step, not
-    negative. Kernels read both when they run, so a graph follows what they are changed to.
+    of each of them on this rank, NOWHERE for those of others. turn: int32 [1], of the step, below
+    TURNS. Kernels read both when they run, so a graph follows what they are changed to.
     """
 
     table_EC: torch.Tensor

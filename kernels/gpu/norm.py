@@ -9,12 +9,24 @@ layers read.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 MAX_HIDDEN = 16384
 ELEMENTS_PER_WARP = 512  # sixteen a thread: two loads of 16 bytes in 16-bit types
+
+
+class AddNorm(NamedTuple):
+    """What add_rms_norm takes behind x, for those who make x first."""
+
+    residual_TH: torch.Tensor
+    weight_H: torch.Tensor
+    out_TH: torch.Tensor
+    eps: float
+    update_weight_H: torch.Tensor | None = None
 
 
 def rms_norm_reference(
@@ -34,8 +46,8 @@ def add_rms_norm_reference(
     weight_H: torch.Tensor,
     out_TH: torch.Tensor,
     eps: float,
-    *,
     update_weight_H: torch.Tensor | None = None,
+    *,
     index_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -82,8 +94,8 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     out_TH: torch.Tensor,
     eps: float,
-    *,
     update_weight_H: torch.Tensor | None = None,
+    *,
     index_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:

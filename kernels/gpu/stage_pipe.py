@@ -64,6 +64,17 @@ class Pipe(NamedTuple):
     rows: int
 
 
+class Item(NamedTuple):
+    """What a stage hands on, as `send` takes it: the residual stream, and the last update where
+    that is still to be added, as add_rms_norm (norm.py) would do it.
+    """
+
+    residual_TH: torch.Tensor
+    update_TH: torch.Tensor | None = None
+    update_weight_H: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 def memory_bytes(slots: int, rows: int, row_bytes: int) -> int:
     """Of each end: its flags, and the ring that the stage before writes into."""
     return FLAGS_BYTES + slots * rows * row_bytes
@@ -98,7 +109,7 @@ def send(
     is_open: bool = True,
     pdl: bool = False,
 ) -> None:
-    """The residual stream, with the last update added as add_rms_norm (norm.py) would do it."""
+    """The next item, with its update added."""
     size = _check(pipe, "residual", residual_TH)
     if update_TH is not None:
         _check(pipe, "update", update_TH)

@@ -205,7 +205,7 @@ def time_exchanges(rank: int, memory_fd: int) -> None:
     from ringcast.executor.gpu.parallel import Shape
     from ringcast.executor.gpu.replica_joining import join_devices
     from ringcast.executor.gpu.replicas import Ranks
-    from ringcast.kernels.gpu.norm import add_rms_norm, rms_norm
+    from ringcast.kernels.gpu.norm import AddNorm, add_rms_norm, rms_norm
 
     hidden, device = CONFIG["hidden_size"], torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -223,7 +223,7 @@ def time_exchanges(rank: int, memory_fd: int) -> None:
                 rms_norm(residual, weight, mine, 1e-6, pdl=pdl)
                 group.gather_rows(mine, pdl)
                 part = group.own_rows(group.place_all(len(out)))
-                group.sum_add_rms_norm(part, residual, weight, out, 1e-6, None, pdl)
+                group.sum_add_rms_norm(part, AddNorm(residual, weight, out, 1e-6), pdl)
 
             def alone(x: Any = x, residual: Any = residual, out: Any = out) -> None:
                 rms_norm(residual, weight, out, 1e-6, pdl=True)

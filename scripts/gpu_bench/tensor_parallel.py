@@ -73,7 +73,7 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
 
     from ringcast.executor.gpu import parallel
     from ringcast.kernels.gpu import all_reduce as kernels
-    from ringcast.kernels.gpu.norm import add_rms_norm
+    from ringcast.kernels.gpu.norm import AddNorm, add_rms_norm
 
     # So that every message here is short.
     parallel.MOST_READ = (ranks - 1) * TOKENS[-1] * HIDDEN * 2
@@ -98,7 +98,7 @@ def time_sums(rank: int, ranks: int, group_fd: int) -> None:
 
             def short_norm(index: int, update=update, residual=residual, out=out) -> None:  # type: ignore[no-untyped-def]
                 part = group.place(index % 2, update)
-                group.sum_add_rms_norm(part, residual, weight, out, 1e-6, None, True)
+                group.sum_add_rms_norm(part, AddNorm(residual, weight, out, 1e-6), True)
 
             def long(index: int, update=update) -> None:  # type: ignore[no-untyped-def]
                 group._sum_long(update)
@@ -157,6 +157,7 @@ def time_pipe(worker: int, group_fd: int) -> None:
 
     from ringcast.executor.gpu import stages
     from ringcast.executor.gpu.parallel import Shape
+    from ringcast.kernels.gpu.stage_pipe import Item
     from ringcast.mq.config import EngineConfig, build
 
     device = torch.device("cuda", worker)
@@ -176,7 +177,7 @@ def time_pipe(worker: int, group_fd: int) -> None:
                 if worker:
                     stage.receive(x, True)
                 else:
-                    stage.send(x, x, None, 1e-6, True)
+                    stage.send(Item(x, x, None, 1e-6), True)
 
             took = microseconds(item)
             if worker:

@@ -191,6 +191,18 @@ def test_who_waits_for_one_that_has_left(memory_fd):
     assert on_every_rank(2, memory_fd, act)[0]
 
 
+def test_who_has_left_may_have_come_before(memory_fd):
+    """Between the two looks of one who waits."""
+
+    def act(group):
+        looks = iter([[True, False], [True, True], [True, True]])
+        group.leave()
+        group._wait(1.0, lambda: np.array(next(looks)))
+        return True
+
+    assert on_every_rank(1, memory_fd, act) == [True]
+
+
 def test_a_rank_that_does_not_come_to_a_step(memory_fd):
     def act(group):
         group.barrier()

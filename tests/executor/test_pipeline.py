@@ -133,6 +133,22 @@ def test_who_waits_for_a_stage_that_has_left():
         pipe.end(0).wait()
 
 
+def test_who_has_left_may_have_sent_something_before():
+    """Between the two looks of one who waits."""
+    pipe = Pipe()
+    send = pipe.end().bind(np.ones(1, np.int64), torch.zeros(4, 3))
+    reader = pipe.end(0)
+
+    class Left:
+        def __getitem__(self, word):
+            if not reader.is_ready:
+                send()
+            return 1
+
+    reader._has_left = Left()
+    reader.wait()
+
+
 def test_who_waits_too_long():
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for its input"):
         Pipe(timeout=0.1).end(0).wait()

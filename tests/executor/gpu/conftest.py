@@ -17,7 +17,7 @@ from kernels.gpu.devices import DEVICE
 from safetensors.torch import save_file
 
 from ringcast.executor.cpu_runner import CpuModelRunner
-from ringcast.executor.gpu import attention, decoder, experts, linears, nccl_group, sampler
+from ringcast.executor.gpu import attention, decoder, experts, head, linears, nccl_group, sampler
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.models.llama import SANDWICH
 from ringcast.kernels.gpu import (
@@ -273,6 +273,13 @@ class TwoRunners:
         return self._next_block - 1
 
 
+class ReadsAtOnce:
+    """The CPU's runner as `generate` and `generate_in_stages` (one_rank.py) want it."""
+
+    def __init__(self, runner: CpuModelRunner) -> None:
+        self._decoder, self.launch = runner._model, runner.launch
+
+
 def by_row(output: messages.StepOutput) -> dict[int, int]:
     rows, tokens = codec.ints(output.rows).tolist(), codec.ints(output.token_ids).tolist()
     return dict(zip(rows, tokens, strict=True))
@@ -314,6 +321,7 @@ KERNELS = {
     ),
     decoder: ("add_rms_norm", "embed", "few_linear", "gated_activation", "rms_norm"),
     experts: ("combine", "expert_down", "expert_gate_up"),
+    head: ("add_rms_norm", "few_linear", "rms_norm"),
     nccl_group: ("add_rms_norm", "add_update"),
     sampler: ("sample_plain",),
     step: ("append_tokens", "apply_changes", "lay_out_tokens"),

@@ -82,7 +82,7 @@ class LoneLockstep:
 
     host = None
 
-    OTHERS = ((NOTHING, 0, 0), (DECODE, 3, 4), (MIXED, 33, 48), (DECODE, 1, 1))
+    OTHERS = ((NOTHING, 0, 0, 0), (DECODE, 3, 4, 5), (MIXED, 33, 48, 0), (DECODE, 1, 1, 9))
 
     def __init__(
         self,
@@ -189,10 +189,10 @@ def make_runner(
     runner._stage._tokens = None  # nobody tells, and nobody hears
     os.close(memory_fd)
     runner._decoder.set_cache(NUM_BLOCKS)
-    runner._graphs = NoGraphs() if graphs else None
+    runner._launcher.graphs = NoGraphs() if graphs else None
     parts = (runner._batch, runner._decoder, runner._sampler)
     programmatic = graphs and runner._exchange.programmatic
-    return runner, WarmUp(*parts, runner._bounds_of, programmatic)
+    return runner, WarmUp(*parts, runner._launcher.bounds_of, programmatic)
 
 
 def steps_of(runner: GpuModelRunner) -> None:
@@ -217,8 +217,9 @@ def steps_of(runner: GpuModelRunner) -> None:
 
 @torch.inference_mode()
 def graphs_of(runner: GpuModelRunner) -> None:
-    for kind in runner._plan_graphs()[0].kinds():
-        runner._run_decode(*kind)
+    launcher = runner._launcher
+    for kind in launcher.plan_graphs()[0].kinds():
+        launcher.run_decode(*kind)
 
 
 def check_steps(folder: Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from kernels.gpu.devices import DEVICE
 
-from ringcast.executor.gpu.batch import Changes, GpuBatch
+from ringcast.executor.gpu.batch import TURN, Changes, GpuBatch
 from ringcast.executor.gpu.graphs import at_least, batch_sizes, context_bounds
 from ringcast.kernels.gpu.decode_plan import DecodeConfig
+from ringcast.kernels.gpu.expert_routing import TURNS
 from ringcast.kernels.gpu.step import apply_changes_reference
 from ringcast.mq import codec, messages
 from ringcast.mq.sampling_params import SamplingParams
@@ -167,3 +168,13 @@ def test_bounds_of_the_context():
     assert context_bounds(500) == [501]
     assert context_bounds(4096) == [1024, 4097]
     assert context_bounds(40960) == [1024, 8192, 40961]
+
+
+@pytest.mark.parametrize("turn", [TURNS + 5, 3 * TURNS + 5])
+def test_turns_begin_again(turn):
+    batch = make_batch()
+    batch.apply(plan([new(0, 3)]))
+    slot = batch.take_slot()
+    batch.turn = turn
+    batch.fill(slot, batch.lay_out(ints(0), ints(3)))
+    assert slot.numbers[TURN] == 5

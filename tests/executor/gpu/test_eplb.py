@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from executor.gpu.conftest import load, random_tokens
+from executor.gpu.conftest import ReadsAtOnce, load, random_tokens
 from executor.gpu.one_rank import Order, generate, run_ranks
 from executor.gpu.one_replica import make_order, run_replicas
 from executor.gpu.test_experts import counts_of, last_of
-from executor.gpu.test_lockstep import replicas
-from executor.gpu.test_parallel import ReadsAtOnce, threads
+from executor.gpu.thread_ranks import threads
+from executor.gpu.thread_replicas import replicas
 
 from ringcast.executor import expert_balancer, expert_placement
 from ringcast.executor.cpu_runner import CpuModelRunner

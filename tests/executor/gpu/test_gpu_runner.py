@@ -152,19 +152,19 @@ def test_a_prefix_from_the_cache_leaves_one_token(pair):
 class Replayed:
     """Stands where the graphs are: a replay launches what is captured."""
 
-    def __init__(self, runner) -> None:
-        self._runner, self.replays = runner, []
+    def __init__(self, launcher) -> None:
+        self._launcher, self.replays = launcher, []
 
     def find(self, *kind):
         self.replays.append(kind)
-        return SimpleNamespace(replay=lambda: self._runner._run_decode(*kind))
+        return SimpleNamespace(replay=lambda: self._launcher.run_decode(*kind))
 
 
 @pytest.mark.interpreted  # a device has real graphs
 @pytest.mark.parametrize("name", SLOW_BUT_QWEN3)
 def test_what_graphs_are_captured_from(name, pair):
     s = pair(name)
-    graphs = s.mine._graphs = Replayed(s.mine)
+    graphs = s.mine._launcher.graphs = Replayed(s.mine._launcher)
     for row, length in ((3, 15), (0, 5), (1, 2)):
         s.enter(row, random_tokens(row, length))
     s.run({3: 15, 0: 5, 1: 2})
@@ -189,7 +189,7 @@ def test_a_warm_up_touches_nothing(pair, monkeypatch):
     s = pair("gemma3")
     mine = s.mine
     monkeypatch.setattr(mine._sampler, "warm_up", lambda logits: None)  # slow under the interpreter
-    parts = (mine._batch, mine._decoder, mine._sampler, mine._bounds_of)
+    parts = (mine._batch, mine._decoder, mine._sampler, mine._launcher.bounds_of)
     warm_up = WarmUp(*parts, programmatic=True)
     jobs = []
     with torch.inference_mode():

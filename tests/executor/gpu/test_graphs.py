@@ -1,15 +1,23 @@
-"""Which graphs there are, without capturing any."""
+"""Which graphs there are, without capturing any; and how they are captured, with a stand-in."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from unittest import mock
+
 import pytest
+import torch
 
 from ringcast.executor.gpu.graphs import (
     LARGEST,
     DecodeGraphs,
     batch_sizes,
+    capture_graph,
+    capture_graphs,
     context_bounds,
     distinct_bounds,
+    measure_graphs,
 )
 from ringcast.kernels.gpu.fused_decode_attention import choose_split_config
 
@@ -51,10 +59,9 @@ class Graph:
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> DecodeGraphs:
+def graphs() -> DecodeGraphs:
     made = DecodeGraphs(batch_sizes(2000), context_bounds(40960), attention)
-    monkeypatch.setattr(made, "capture_one", lambda run, kind, stream: Graph(kind))
-    made.capture(lambda *kind: None, None, lambda *step: None)
+    made._graphs = {kind: Graph(kind) for kind in made.kinds()}
     return made
 
 
@@ -69,3 +76,40 @@ def test_every_step_finds_a_graph_that_is_launched_as_it_would_be(graphs):
             assert (found[0], found[2]) == (size, True)
             assert attention(size, found[1]) == attention(size, bound)
             assert graphs.find(size, bound, False).kind == (size, bounds[-1], False)
+
+
+@pytest.fixture
+def captured(monkeypatch) -> mock.Mock:
+    """What stands for the graph that is captured next."""
+    graph = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return graph
+
+
+def test_nothing_is_collected_while_graphs_are_captured(captured):
+    seen, told = [], []
+
+    def run(kind):
+        seen.append((kind, gc.isenabled()))
+
+    made = capture_graphs([7, 5], run, mock.Mock(), lambda *step: told.append(step))
+    assert list(made) == [7, 5]
+    measure_graphs([(lambda: run(3), 1)], mock.Mock(), lambda: 0)
+    assert seen == [(7, False), (5, False), (3, False)]
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert gc.isenabled()
+
+
+def test_what_breaks_a_capture_is_told(captured):
+    """Not that the capture can't be ended then."""
+    captured.capture_end.side_effect = RuntimeError("operation failed due to a previous error")
+
+    def launch():
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        capture_graph(launch, mock.Mock(), (0, 1))
+    with pytest.raises(RuntimeError, match="a previous error"):
+        capture_graph(lambda: None, mock.Mock(), (0, 1))

@@ -11,10 +11,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from executor.gpu.conftest import TwoRunners, load, random_tokens
+from executor.gpu.conftest import ReadsAtOnce, TwoRunners, load, random_tokens
 from executor.gpu.fake_nccl import FakeNccl
 from executor.gpu.one_rank import Order, generate, generate_in_stages, run_ranks
-from executor.gpu.test_stages import ReadsAtOnce
+from executor.gpu.thread_ranks import on_all
 from executor.test_mirror import Star
 
 from executor.gpu import conftest
@@ -108,35 +108,16 @@ class Workers:
             one.load(lambda *_: None)
             return one
 
-        self.runners = on_all(config.num_workers, make)
+        self.runners = on_all(make, range(config.num_workers))
         os.close(memory_fd)
 
     def launch(self, plan):
-        pending = on_all(len(self.runners), lambda worker: self.runners[worker].launch(plan))
+        pending = on_all(lambda runner: runner.launch(plan), self.runners)
         for worker in range(self.output_rank):
             assert pending[worker].read().token_ids == b""
         outputs = [each.read() for each in pending[self.output_rank :]]
         assert len({output.token_ids for output in outputs}) == 1
         return pending[self.output_rank]
-
-
-def on_all(size, act):
-    results, errors = [None] * size, []
-
-    def run(worker):
-        try:
-            results[worker] = act(worker)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 @pytest.fixture
@@ -199,7 +180,7 @@ def test_hosts_have_the_tokens_of_one_process(name, sizes, workers):
         assert (type(group), type(stage._outlet)) == (Alone, NcclPipe)
         assert group.programmatic
         assert stage.crosses
-    assert not s.mine.runners[0]._fuses
+    assert not s.mine.runners[0]._launcher.fuses
     check(s)
 
 
@@ -263,7 +244,7 @@ def test_all_have_graphs_of_the_same_sizes(workers, monkeypatch):
     first, last = s.mine.runners
     assert first._decoder.num_bytes != last._decoder.num_bytes
     said = [(900, 5 << 30), (700, (7 << 30) - 1)]
-    agreed = on_all(2, lambda worker: s.mine.runners[worker]._stage.agree(*said[worker]))
+    agreed = on_all(lambda worker: s.mine.runners[worker]._stage.agree(*said[worker]), range(2))
     assert agreed == [(700, 7 << 30)] * 2
 
 

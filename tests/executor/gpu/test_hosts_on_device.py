@@ -38,6 +38,7 @@ from ringcast.executor.gpu.parallel import Shape
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.gpu.stages import GpuStage
 from ringcast.executor.runner import OtherHosts
+from ringcast.kernels.gpu.norm import AddNorm
 from ringcast.mq.config import EngineConfig, build
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +104,7 @@ def _check_that_a_graph_has_the_same_bits(group: NcclGroup, device: torch.device
     def step() -> None:
         part.copy_(given)
         group.sum(part, residual)
-        group.sum_add_rms_norm(part, residual, weight, out, 1e-6, None, False)
+        group.sum_add_rms_norm(part, AddNorm(residual, weight, out, 1e-6), False)
 
     step()
     want = out.clone(), residual.clone()

@@ -30,7 +30,9 @@ ENGINE = (
 
 
 class Streams:
-    """Requests that are under way at once. begun: those that have said something."""
+    """Requests that are under way at once. begun: those that have said something. The first asks
+    for logprobs, so one host samples outside of graphs.
+    """
 
     def __init__(self, server: Server) -> None:
         self.begun: set[str] = set()
@@ -43,6 +45,7 @@ class Streams:
     def _ask(self, prompt: str) -> None:
         body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": NUM_TOKENS}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        body |= {"logprobs": 1} if prompt == PROMPTS[0] else {}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         try:

@@ -50,6 +50,9 @@ def test_every_step_finds_the_smallest_graph_that_holds_it():
     assert graphs.kind_of(step(2, 100, 26)) == Mixed(128, 128, 2 + 128)
     assert graphs.kind_of(step(2, 100, 27)) is None
     assert MixedGraphs([], 256, 2).kind_of(step(0, 5)) is None
+    alike = MixedGraphs([64, 96, 128], capacity=256, group=2, alike=True)
+    assert alike.kinds() == [kind for kind in graphs.kinds() if kind.decodes]
+    assert alike.kind_of(step(0, 5)) == graphs.kind_of(step(2, 5))
     few = MixedGraphs([1024], capacity=8, group=2)
     assert few.kind_of(step(3, 900)) == Mixed(1024, 8, 9 + 8)
     assert len(set(graphs.kinds())) == 6
@@ -83,10 +86,14 @@ class Replayed(MixedGraphs):
     def replay(self, kind: Mixed) -> None:
         decoder = self._runner._decoder
         self.replays.append(kind)
-        self._runner._run_mixed(kind)
-        left = (decoder._added, decoder._last_update_norm)
-        decoder.resume()
-        assert left == (decoder._added, decoder._last_update_norm)
+        self._runner._launcher.run_mixed(kind)
+        left = self._of(decoder)
+        decoder.resume(kind.tokens)
+        assert self._of(decoder) == left
+
+    def _of(self, decoder) -> list:
+        """What the last layer has left, by its places."""
+        return [(each.data_ptr(), each.shape) for each in decoder._left[:2]] + [*decoder._left[2:]]
 
 
 @pytest.mark.interpreted  # a device has real graphs
@@ -96,7 +103,7 @@ class Replayed(MixedGraphs):
 )
 def test_what_graphs_are_captured_from(name: str, pair: Callable[..., TwoRunners]) -> None:
     s = pair(name)
-    graphs = s.mine._mixed_graphs = Replayed(s.mine, 16, 32, 64)
+    graphs = s.mine._launcher.mixed_graphs = Replayed(s.mine, 16, 32, 64)
     s.enter(3, random_tokens(3, 15))
     s.run({3: 15})
     s.enter(0, random_tokens(4, 40))

@@ -28,6 +28,7 @@ from kernels.gpu.devices import DEVICE
 from ringcast import LLM, SamplingParams
 from ringcast.executor.gpu.parallel import PeerGroup, Shape, join_devices
 from ringcast.executor.gpu.runner import GpuModelRunner
+from ringcast.kernels.gpu.norm import AddNorm
 
 pytestmark = pytest.mark.gpu
 LIMIT = 70  # seconds for ranks, of which a start takes most
@@ -110,7 +111,7 @@ def _check_in_a_graph(group: PeerGroup, device: torch.device) -> None:
         for which in (1, 2, 1, 2):
             part = group.place(which, update)
             part.copy_(given)
-            group.sum_add_rms_norm(part, residual, weight, out, 1e-6, None, True)
+            group.sum_add_rms_norm(part, AddNorm(residual, weight, out, 1e-6), True)
         own = group.own_logits(tokens)
         own.fill_(1 + group.rank)
         own[:, 0].copy_(given[:, 0])

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from executor.gpu.conftest import TwoRunners, load, random_tokens
+from executor.gpu.conftest import ReadsAtOnce, TwoRunners, load, random_tokens
 from executor.gpu.one_rank import Order, generate_in_stages, run_ranks
 
 from executor.gpu import conftest
@@ -207,10 +207,3 @@ def test_stages_as_processes_with_every_kernel(name, ranks, specs):
     answers = run_ranks(order, timeout=280)
     assert [answer.tokens for answer in answers[ranks:]] == [want] * ranks
     assert [answer.tokens for answer in answers[:ranks]] == [prompts] * ranks  # they answer none
-
-
-class ReadsAtOnce:
-    """The CPU's runner as `generate_in_stages` wants it."""
-
-    def __init__(self, runner):
-        self._decoder, self.launch = runner._model, runner.launch

@@ -35,6 +35,7 @@ from ringcast import LLM, SamplingParams
 from ringcast.executor.gpu.parallel import Shape
 from ringcast.executor.gpu.runner import GpuModelRunner
 from ringcast.executor.gpu.stages import GpuStage, join_devices
+from ringcast.kernels.gpu.stage_pipe import Item
 from ringcast.mq.config import EngineConfig, build
 
 pytestmark = pytest.mark.gpu
@@ -120,7 +121,7 @@ def _be_late(stage: GpuStage, round_: int) -> None:
 def _hand_on(stage: GpuStage, round_: int, item: list[torch.Tensor], pdl: bool) -> None:
     residual, update, weight = item
     extra = (None, None) if round_ % 3 == 0 else (update, weight if round_ % 3 == 2 else None)
-    stage.send(residual, *extra, 1e-6, pdl)
+    stage.send(Item(residual, *extra, 1e-6), pdl)
 
 
 def _check_item(stage: GpuStage, round_: int, device: torch.device, pads: bool = True) -> None:

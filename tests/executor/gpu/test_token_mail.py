@@ -124,3 +124,19 @@ def test_who_waits_for_nobody():
         reader.leave()
         with pytest.raises(PeerDeadError, match="another stage"):
             writer.wait()
+
+
+def test_a_slot_is_read_before_that_is_said(monkeypatch):
+    """On a processor that may store earlier than it loads."""
+    taken = []
+    with Mail(readers=1) as mail:
+        (_, values, send), (reader, heard, take) = mail.end(), mail.end(0)
+        monkeypatch.setattr(token_mail, "WEAK", True)
+        monkeypatch.setattr(
+            token_mail, "order", lambda: taken.append((heard.tolist(), int(reader._taken[0])))
+        )
+        values[:] = 7
+        send()
+        take()
+        assert taken == [([7] * 5, 0)]
+        assert reader._taken[0] == 1
