@@ -25,7 +25,7 @@ from ..mq.endpoint import Endpoint
 from ..mq.errors import ConfigError, NodeEndError, NodeLostError
 from ..mq.server_config import ServerConfig
 from .control import Control, shorten
-from .linux import die_with_parent
+from .linux import die_with_parent, read_fd, take_signals
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,20 +52,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     cluster: ClusterPlace | None = None
 
 
-def read_fd(fd: int) -> bytes:
-    """All that an inherited descriptor holds, from its beginning."""
-    os.lseek(fd, 0, os.SEEK_SET)
-    with open(fd, "rb") as file:
-        return file.read()
-
-
-def memory_fd(payload: bytes) -> int:
-    """An anonymous file holding `payload`, to be inherited by a child."""
-    fd = os.memfd_create("boot")
-    os.write(fd, payload)
-    return fd
-
-
 def main() -> int:
     boot = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Boot)
     die_with_parent(boot.parent_pid)
@@ -73,6 +59,7 @@ def main() -> int:
     # what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    take_signals()
     control = Control(socket.socket(fileno=boot.control_fd), supervision.SupervisorToActor)
     try:
         module, _, name = boot.target.partition(":")

@@ -3,11 +3,13 @@ kept for later incarnations."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Collection, Iterable, Iterator
 
 from ..mq import segment, socket_folder, supervision
 from ..mq.config import EngineConfig
 from ..mq.endpoint import ChannelOwner, Endpoint
+from ..mq.errors import ConfigError
 from ..mq.socket_folder import SocketFolder
 from .topology import Channel
 
@@ -31,21 +33,30 @@ class ChannelOwners:
             self._folder = SocketFolder()
 
     def make(self, channels: Iterable[Channel]) -> None:
-        """Make those of these that there aren't yet."""
+        """Make those of these that there aren't yet. Raises ConfigError if there is no room."""
         names = {owner.name for owner in self._owners}
         for channel in channels:
             if channel.name in names:
                 continue
-            owner = ChannelOwner.create(
-                transport=self._engine.transport,
-                name=channel.name,
-                writer=channel.writer,
-                readers=channel.readers,
-                messages=channel.messages,
-                ring_bytes=self._engine.ring_bytes,
-                folder=self._folder.path if self._folder is not None else "",
-            )
-            self._owners.append(owner)
+            try:
+                self._owners.append(self._make(channel))
+            except OSError as error:
+                most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise ConfigError(
+                    f"the channel {channel.name} can't be made: {error} (this process may have "
+                    f"{most} descriptors, and a channel takes three or more: ulimit -n)"
+                ) from error
+
+    def _make(self, channel: Channel) -> ChannelOwner:
+        return ChannelOwner.create(
+            transport=self._engine.transport,
+            name=channel.name,
+            writer=channel.writer,
+            readers=channel.readers,
+            messages=channel.messages,
+            ring_bytes=self._engine.ring_bytes,
+            folder=self._folder.path if self._folder is not None else "",
+        )
 
     def named(self, name: str) -> ChannelOwner:
         return next(owner for owner in self._owners if owner.name == name)

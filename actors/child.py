@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 
 from ..mq import supervision
-from .boot import Boot, memory_fd
+from .boot import Boot
 from .control import Control
-from .linux import describe_exit
+from .linux import describe_exit, memory_fd, signals_held
 
 
 class Child:
@@ -52,22 +52,22 @@ class Child:
     @classmethod
     def spawn(cls, make_boot: Callable[[int], Boot], fds: Collection[int]) -> Child:
         """make_boot: what the actor is told, given the number of its control descriptor. fds: what
-        else it inherits."""
+        else it inherits. Raises OSError where no descriptors, processes or memory are left."""
         ours, theirs = Control.pair()
-        boot = make_boot(theirs.fileno())
-        boot_fd = memory_fd(msgspec.msgpack.encode(boot))
-        command = [sys.executable, "-P", "-m", "ringcast.actors.boot", str(boot_fd)]
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds={boot_fd, theirs.fileno(), *fds}
-            )
+            boot = make_boot(theirs.fileno())
+            process = _start(boot, {theirs.fileno(), *fds})
+            try:
+                return cls(boot.actor, process, Control(ours, supervision.ActorToSupervisor))
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
         except BaseException:
             ours.close()
             raise
         finally:
-            os.close(boot_fd)
             theirs.close()
-        return cls(boot.actor, process, Control(ours, supervision.ActorToSupervisor))
 
     def kill(self, reason: str = "") -> None:
         self.reason = self.reason or reason
@@ -94,3 +94,13 @@ class Child:
         if words is not None:
             return f"{error}: {words.error}", words.traceback, False
         return error, "", False
+
+
+def _start(boot: Boot, fds: Collection[int]) -> subprocess.Popen[bytes]:
+    boot_fd = memory_fd(msgspec.msgpack.encode(boot))
+    command = [sys.executable, "-P", "-m", "ringcast.actors.boot", str(boot_fd)]
+    try:
+        with signals_held():
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds={boot_fd, *fds})
+    finally:
+        os.close(boot_fd)

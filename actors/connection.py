@@ -18,11 +18,12 @@ from ..mq import messages, supervision
 from ..mq.config import EngineConfig, ModelSpec
 from ..mq.endpoint import received
 from ..mq.errors import ConfigError, EngineDeadError
-from .boot import memory_fd
 from .control import Control
 from .embedded import Order
 from .links import Links
+from .linux import memory_fd, signals_held
 from .profiling import ProfileAsks
+from .status_asks import StatusAsks
 
 Details = dict[str, str | int | float]
 
@@ -47,7 +48,7 @@ class EngineConnection:
         self._early: list[supervision.PeersLost | supervision.PeersBack] = []
         self._on_progress: Callable[[str, supervision.Progress], None] | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._status: list[asyncio.Future[supervision.Status]] = []
+        self._status = StatusAsks(control.send)
         self._profiles = ProfileAsks(control.send)
         self._death: Exception | None = None
         self._closed = False
@@ -67,9 +68,10 @@ class EngineConnection:
         order = Order(engine=config, spec=spec, control_fd=theirs.fileno())
         order_fd = memory_fd(msgspec.msgpack.encode(order))
         command = [sys.executable, "-P", "-m", "ringcast.actors.embedded", str(order_fd)]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno())
-        )
+        with signals_held():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno())
+            )
         os.close(order_fd)
         theirs.close()
         connection = cls(process, Control(ours, supervision.SupervisorToActor))
@@ -109,10 +111,8 @@ class EngineConnection:
         self._links.send(to, message)
 
     async def status(self) -> supervision.Status:
-        answer: asyncio.Future[supervision.Status] = self._loop.create_future()
-        self._status.append(answer)
-        self._control.send(supervision.StatusRequest())
-        return await answer
+        """Raises EngineDeadError."""
+        return await self._status.ask()
 
     async def profile(self, start: bool) -> str:
         """Start or stop the workers' profilers. Returns their report, once they are stopped.
@@ -128,7 +128,7 @@ class EngineConnection:
         if self._closed:
             return
         self._closed = True
-        self._profiles.fail("this engine has been shut down")
+        self._fail_asks("this engine has been shut down")
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         if self._links is not None:
@@ -174,10 +174,7 @@ class EngineConnection:
                 if not self._ready.done():
                     self._ready.set_result(None)
             case supervision.Status():
-                for answer in self._status:
-                    if not answer.done():
-                        answer.set_result(message)
-                self._status.clear()
+                self._status.answered(message)
             case supervision.Profiled():
                 self._profiles.answered(message)
             case supervision.PeersLost(lost=lost, death=death):
@@ -216,8 +213,8 @@ class EngineConnection:
             self._on_death(
                 error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
             )
-        for answer in self._status:
-            if not answer.done():
-                answer.set_exception(EngineDeadError(str(error)))
-        self._status.clear()
-        self._profiles.fail(str(error))
+        self._fail_asks(str(error))
+
+    def _fail_asks(self, error: str) -> None:
+        self._status.fail(error)
+        self._profiles.fail(error)

@@ -3,19 +3,23 @@
 A Unix socket pair of whole packets, made before the child starts. Its end of file is the other
 side's death: the kernel closes it whatever the kind of death, so an actor that reads end of file
 has been orphaned and ends. It carries few and small messages; requests and tokens never travel
-here. Descriptors can be passed along (SCM_RIGHTS).
+here. Descriptors can be passed along (SCM_RIGHTS). A message that is larger than a packet (the
+status of very many actors) lies in a file in memory, whose descriptor is the packet's last.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
 from ..mq import codec, messages
+from .linux import memory_fd, read_fd
 
 MAX_PACKET = 128 * 1024
 _TEXT_LIMIT = 32 * 1024
 _MAX_FDS = 250
+_IN_FILE = b"\xc1"  # no MessagePack begins so
 
 
 class Control:
@@ -42,9 +46,19 @@ class Control:
 
         False if the other side is gone or doesn't read: its death is seen elsewhere.
         """
+        payload = codec.encode(message)
+        if len(payload) <= MAX_PACKET:
+            return self._send(payload, fds or [])
+        file = memory_fd(payload)
         try:
-            socket.send_fds(self._socket, [codec.encode(message)], fds or [])
-        except (BrokenPipeError, ConnectionResetError, BlockingIOError, OSError):
+            return self._send(_IN_FILE, [*(fds or []), file])
+        finally:
+            os.close(file)
+
+    def _send(self, packet: bytes, fds: list[int]) -> bool:
+        try:
+            socket.send_fds(self._socket, [packet], fds)
+        except OSError:
             return False
         return True
 
@@ -63,6 +77,8 @@ class Control:
             raise EOFError from None
         if not data:
             raise EOFError
+        if data == _IN_FILE:
+            data = read_fd(fds.pop())
         return self._decode(data), fds
 
     def close(self) -> None:

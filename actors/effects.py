@@ -50,7 +50,8 @@ class TellBack(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the channels of these, which are new. They are not running."""
+    """Make the channels of these, which are new, and say `connected` or `cannot_connect` before all
+    else. They are not running."""
 
     actors: tuple[str, ...]
 

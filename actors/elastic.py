@@ -4,8 +4,10 @@ A *scale* asks for another number of replicas. There is one at a time.
 
     phase     | event                              | then      | and does
     ----------|------------------------------------|-----------|------------------------------------
-    WAITING   | more are wanted, and no unit is    | ADDING    | Connect; TellAdded to all who are
-              | STARTING                           |           | ready
+    WAITING   | more are wanted, and no unit is    | WAITING   | Connect
+              | STARTING                           |           |
+    WAITING   | that is done                       | ADDING    | TellAdded to all who are ready
+    WAITING   | it can't be done                   | -         | ScaleEnded, with the error
     ADDING    | all who were told have answered    | ADDING    | Start, as of a unit that is DOWN
     ADDING    | a new unit is up to date           | ADDING    | TellBack: clients use it from here
     ADDING    | all new units have been UP         | -         | ScaleEnded
@@ -58,11 +60,13 @@ from .topology import ENGINE
 
 
 class _Scale(msgspec.Struct):
-    """new: units to be added, and not connected yet. error: why it is being taken back."""
+    """new: units to be added, and not connected yet. connects: Connect has been said. error: why it
+    is being taken back."""
 
     replicas: int
     new: dict[str, tuple[str, ...]]
     drain_seconds: float
+    connects: bool = False
     error: str = ""
 
 
@@ -113,6 +117,14 @@ class ElasticLifecycle(Lifecycle):
         leaving = [unit.name for unit in self._replicas()[replicas:]]
         return [*self._leave(leaving), *self._settle()]
 
+    def connected(self) -> Sequence[Effect]:
+        """Connect is done."""
+        return [*self._add(), *self._settle()]
+
+    def cannot_connect(self, error: str) -> Sequence[Effect]:
+        """Connect can't be done, and what was done of it is undone."""
+        return list(self._give_up_scale(error))
+
     def left(self, client: str) -> Sequence[Effect]:
         """A client has no request with those that leave."""
         self._not_left.discard(client)
@@ -153,8 +165,13 @@ class ElasticLifecycle(Lifecycle):
         scale = self._scale
         if scale is None or not scale.new or self.state is not State.SERVING or self._any_starting:
             return
-        new, scale.new = scale.new, {}
-        yield Connect(tuple(actor for actors in new.values() for actor in actors))
+        if not scale.connects:
+            scale.connects = True
+            yield Connect(tuple(actor for actors in scale.new.values() for actor in actors))
+
+    def _add(self) -> Iterator[Effect]:
+        assert self._scale is not None
+        new, self._scale.new = self._scale.new, {}
         to = tuple(self._listeners())
         for name, actors in new.items():
             unit = Unit(name, actors)

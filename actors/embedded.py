@@ -20,9 +20,10 @@ import uvloop
 
 from ..mq import supervision
 from ..mq.config import EngineConfig, ModelSpec
-from .boot import read_fd
+from ..mq.errors import ConfigError
 from .control import Control
 from .effects import TellFailed, TellLost
+from .linux import read_fd, take_signals
 from .reporter import say
 from .supervisor import Supervisor
 
@@ -64,9 +65,14 @@ class ControlReporter:
 def main() -> int:
     order = msgspec.msgpack.decode(read_fd(int(sys.argv[1])), type=Order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    take_signals()
     control = Control(socket.socket(fileno=order.control_fd), supervision.ActorToSupervisor)
     supervisor = Supervisor(order.engine, order.spec, ControlReporter(control), external=control)
-    code: int = uvloop.run(supervisor.run())
+    try:
+        code: int = uvloop.run(supervisor.run())
+    except ConfigError as error:  # no room for its channels
+        control.send(supervision.TopologyFailed("supervisor", str(error), "", True))
+        return 2
     return code
 
 

@@ -7,9 +7,11 @@ import ctypes
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM)
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -23,10 +25,41 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """A process that is started within begins with SIGINT and SIGTERM held back until it takes
+    them (`take_signals`). They reach whole groups, and may come before it has said what they mean.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+
+
 def allow_many_files() -> None:
     """As many descriptors as this process may have at all: a channel takes three and more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def memory_fd(payload: bytes) -> int:
+    """An anonymous file holding `payload`, for another process."""
+    fd = os.memfd_create("ringcast-message")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(payload)
+    return fd
+
+
+def read_fd(fd: int) -> bytes:
+    """All that a descriptor from another process holds, from its beginning. Closes it."""
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb") as file:
+        return file.read()
 
 
 def usage(pid: int) -> tuple[float, int]:

@@ -21,6 +21,7 @@ import msgspec
 from ..mq import messages, supervision
 from ..mq.cluster_config import ClusterPlace
 from ..mq.config import EngineConfig, ModelSpec
+from ..mq.errors import ConfigError
 from ..mq.server_config import ServerConfig
 from ..mq.tallies import Shape, Tallies
 from . import effects as fx
@@ -30,11 +31,12 @@ from .channel_owners import ChannelOwners
 from .child import Child
 from .control import Control
 from .elastic import ElasticLifecycle
-from .linux import allow_many_files, oom_kills, usage
+from .linux import allow_many_files, oom_kills
 from .profiling import Profiling
 from .reporter import Reporter
 from .scaling import Scaling, new_units
 from .stalls import Position, StallWatch
+from .status import status_of
 
 
 class Supervisor:
@@ -143,18 +145,20 @@ class Supervisor:
         if self._cluster is not None and any(name.startswith("mirror.") for name in names):
             self._cluster = self._cluster.next_session()
         groups: dict[int | None, int] = {}
+        failed: dict[str, OSError] = {}
         for name in names:
-            group = self._group_of(name)
-            if group not in groups:
-                groups[group] = os.memfd_create("ringcast-ranks")
-            self._spawn(name, groups[group])
+            group = topology.group_of(name, self._counts)
+            try:
+                if group not in groups:
+                    groups[group] = os.memfd_create("ringcast-ranks")
+                self._spawn(name, groups[group])
+            except OSError as error:  # no descriptors, processes or memory are left
+                failed[name] = error
         for group_fd in groups.values():
             os.close(group_fd)
-
-    def _group_of(self, name: str) -> int | None:
-        counts = self._counts
-        engine = topology.engine_of(name, counts)
-        return None if engine is None else topology.group_of(name, counts)
+        for name, why in failed.items():
+            what = f"{name} can't be started: {why}"
+            self._apply(self._life.died(name, what, from_outside=True, now=time.monotonic()))
 
     def _spawn(self, name: str, group_fd: int) -> None:
         endpoints, fds = self._channels.endpoints(name)
@@ -358,8 +362,7 @@ class Supervisor:
     def _apply_to_scale(self, effect: fx.Effect) -> None:
         match effect:
             case fx.Connect(actors=actors):
-                self._count(actors, 1)
-                self._channels.make(self._part.channels)
+                self._connect(actors)
             case fx.TellAdded(to=to, number=number, added=added):
                 for name in to:
                     endpoints, fds = self._channels.endpoints(name, added)
@@ -395,6 +398,17 @@ class Supervisor:
                 asked.replicas, new, self._engine.shutdown_timeout if seconds < 0 else seconds
             )
         )
+
+    def _connect(self, actors: tuple[str, ...]) -> None:
+        self._count(actors, 1)
+        try:
+            self._channels.make(self._part.channels)
+        except ConfigError as error:
+            self._channels.drop(actors)
+            self._count(actors, -1)
+            self._apply(self._life.cannot_connect(str(error)))
+        else:
+            self._apply(self._life.connected())
 
     def _count(self, actors: Iterable[str], step: int) -> None:
         counts = dict(self._counts)
@@ -456,33 +470,23 @@ class Supervisor:
 
     def _alive(self, names: Iterable[str] | None = None) -> list[Child]:
         chosen = self._children if names is None else names
-        return [self._children[name] for name in chosen if self._children[name].state != "dead"]
+        here = [self._children[name] for name in chosen if name in self._children]
+        return [child for child in here if child.state != "dead"]
 
     def _clients(self) -> list[str]:
         inside = [name for name in self._part.clients if name in self._children]
         return [*inside, self._external_name] if self._external_name else inside
 
     def _status(self) -> supervision.Status:
-        actors = []
-        for name, child in self._children.items():
-            cpu, rss = usage(child.pid) if child.state != "dead" else (0.0, 0)
-            restarts = self._restarts.get(name, 0)
-            actors.append(supervision.ActorStatus(name, child.pid, child.state, cpu, rss, restarts))
-        return supervision.Status(actors, self._channels.status(), self._all_statistics())
-
-    def _all_statistics(self) -> dict[str, float]:
-        """Times among the supervisor's own are `time.monotonic()`."""
+        """Times among the supervisor's own statistics are `time.monotonic()`."""
         own = {
             **self._own_statistics,
             "deaths": self._num_deaths,
             "replicas": self._life.num_replicas,
             "scaling_to": self._life.scaling_to,
         }
-        return {
-            f"{actor}.{key}": v
-            for actor, values in {**self._statistics, "supervisor": own}.items()
-            for key, v in values.items()
-        }
+        statistics = {**self._statistics, "supervisor": own}
+        return status_of(self._children, self._restarts, self._channels.status(), statistics)
 
     def _clean_up(self) -> None:
         for child in self._alive():  # only after an exception of our own

@@ -111,11 +111,10 @@ def engine_of(name: str, counts: dict[str, int]) -> int | None:
     return int(number) * num_engines(counts) // count_of(kind, counts)
 
 
-def group_of(name: str, counts: dict[str, int]) -> int:
-    """The engines that are restarted together: the first one's number. Of an engine's actor."""
+def group_of(name: str, counts: dict[str, int]) -> int | None:
+    """The engines that are restarted together with an actor's: the first one's number."""
     engine = engine_of(name, counts)
-    assert engine is not None
-    return 0 if counts.get(LOCKSTEP) else engine
+    return 0 if engine is not None and counts.get(LOCKSTEP) else engine
 
 
 def rank_of(worker: str, counts: dict[str, int]) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any, TypeVar
 
 import uvloop
+
+from ..mq.errors import EngineDeadError
 
 T = TypeVar("T")
 
@@ -15,7 +18,10 @@ _SLICE_SECONDS = 0.25
 
 
 class LoopThread:
-    """`run` waits for a coroutine, `iterate` for an item at a time; Ctrl-C cancels that."""
+    """`run` waits for a coroutine, `iterate` for an item at a time; Ctrl-C cancels that.
+
+    Both raise EngineDeadError once this is stopped.
+    """
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -33,12 +39,16 @@ class LoopThread:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(start)
         try:
-            _wait(ended)
+            self._loop.call_soon_threadsafe(start)
+        except RuntimeError:  # it is closed
+            work.close()
+            raise _stopped() from None
+        try:
+            self._wait(ended)
         except KeyboardInterrupt:
             self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            _wait(ended)
+            self._wait(ended)
             raise
         return tasks[0].result()
 
@@ -52,13 +62,20 @@ class LoopThread:
                     return
                 yield item
         finally:
-            self.run(source.aclose())
+            with contextlib.suppress(EngineDeadError):  # it was closed when this was stopped
+                self.run(source.aclose())
 
     def stop(self) -> None:
         """End the thread. Idempotent; nothing may run any more."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+
+    def _wait(self, ended: threading.Event) -> None:
+        # In slices: a signal that comes just before the thread falls asleep doesn't wake it.
+        while not ended.wait(_SLICE_SECONDS):
+            if not self._thread.is_alive() and not ended.is_set():
+                raise _stopped()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -73,7 +90,5 @@ async def _next(source: AsyncGenerator[T, None]) -> T:
     return await anext(source)
 
 
-def _wait(event: threading.Event) -> None:
-    # In slices: a signal that comes just before the thread falls asleep doesn't wake it.
-    while not event.wait(_SLICE_SECONDS):
-        pass
+def _stopped() -> EngineDeadError:
+    return EngineDeadError("this LLM has been shut down")

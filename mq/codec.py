@@ -47,6 +47,11 @@ def ints(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype=np.int32)
 
 
+def longs(data: bytes) -> NDArray[np.int64]:
+    """A read-only int64 view of `data`, shape [N]."""
+    return np.frombuffer(data, dtype=np.int64)
+
+
 def floats(data: bytes) -> NDArray[np.float32]:
     """A read-only float32 view of `data`, shape [N]."""
     return np.frombuffer(data, dtype=np.float32)

@@ -126,10 +126,14 @@ class ChannelOwner(BoardOwner):
         segment = Segment.create(board_size + (capacity if transport == "ring" else 0))
         try:
             board = Board.format(segment.memory, capacity, len(readers), start)
+            try:
+                return cls(transport, name, writer, readers, messages, segment, board, address)
+            except BaseException:
+                board.close()
+                raise
         except BaseException:
             segment.close()
             raise
-        return cls(transport, name, writer, readers, messages, segment, board, address)
 
     @property
     def fds(self) -> list[int]:

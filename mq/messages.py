@@ -364,7 +364,7 @@ class StreamStep(Message, tag="step"):
         stream's end.
     """
 
-    streams: bytes  # i32[S]
+    streams: bytes  # i64[S]
     token_index: bytes  # i32[S]: place of the token in its choice's output, from 0
     token_ids: bytes  # i32[S]
     ends: list[StreamEnd] = []

@@ -22,7 +22,14 @@ class BoardOwner:
         self.writer = writer
         self.readers = tuple(readers)
         self._board = board
-        self.bells = [Doorbell.create() for _ in (writer, *readers)]  # the writer's first
+        self.bells: list[Doorbell] = []  # the writer's first
+        try:
+            for _ in (writer, *readers):
+                self.bells.append(Doorbell.create())
+        except OSError:
+            for bell in self.bells:
+                bell.close()
+            raise
         self._closed = False
 
     def mark_dead(self, instance: str) -> None:

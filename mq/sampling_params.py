@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_CHOICES = 128
+MAX_NESTING = 32
 
 
 class RequestOutputKind(enum.Enum):
@@ -37,7 +38,7 @@ class SamplingParams(
     presence_penalty: taken from the logit of each token of the output so far, in [-2, 2].
     frequency_penalty: the same, once for each time that the token occurs in it, in [-2, 2].
     repetition_penalty: logits of tokens of the prompt or the output so far are divided by it where
-        positive, multiplied where negative. Above 0; 1 is none.
+        positive, multiplied where negative. Above 0 (1e-30 to 1e30); 1 is none.
     logit_bias: added to the logits of these token ids, each in [-100, 100].
     allowed_token_ids: no other token is possible; None allows all.
     bad_words: strings whose last token is impossible where the output ends with the tokens before
@@ -53,7 +54,8 @@ class SamplingParams(
     skip_special_tokens: leave special tokens out of the text.
     detokenize: False leaves the text empty, for callers that only want token ids.
     output_kind: what each output of `AsyncLLM.generate` has.
-    extra_args: for the engine's own logits processors (--logits-processors), by name.
+    extra_args: for the engine's own logits processors (--logits-processors), by name: what JSON
+        has, with integers of 64 bits and 32 levels at most.
 
     Raises InvalidRequestError (a ValueError) naming the field and what it accepts.
     """
@@ -136,6 +138,25 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, _NUMBER) and not isinstance(value, bool) and -100 <= value <= 100
 
 
+def _is_deeper(value: object, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return not levels or any(_is_deeper(item, levels - 1) for item in value)
+
+
+def _can_travel(value: object) -> bool:
+    """Whether a message can carry it, and every actor read it."""
+    if _is_deeper(value, MAX_NESTING):
+        return False
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
 _NUMBER = (int, float)
 _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("n", (int,), "an integer"),
@@ -168,7 +189,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("min_p", lambda v: 0.0 <= v <= 1.0, "a number from 0 to 1"),
     ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "a number from -2 to 2"),
     ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "a number from -2 to 2"),
-    ("repetition_penalty", lambda v: 0.0 < v < float("inf"), "a number above 0"),
+    ("repetition_penalty", lambda v: 1e-30 <= v <= 1e30, "a number above 0 (1e-30 to 1e30)"),
     (
         "logit_bias",
         lambda v: all(map(_is_bias, v.values())),
@@ -180,7 +201,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("min_tokens", lambda v: 0 <= v < 2**31, "an integer of at least 0"),
     ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
-    ("extra_args", lambda v: all(isinstance(k, str) for k in v), "values by name"),
+    (
+        "extra_args",
+        lambda v: all(isinstance(k, str) for k in v) and _can_travel(v),
+        f"values by name, such as JSON has: integers of 64 bits, at most {MAX_NESTING} levels",
+    ),
 )
 
 

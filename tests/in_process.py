@@ -180,7 +180,7 @@ class InProcessEngine:
             assert (choice, self.tokens[request_id][0]) == (0, [])
             self.prompt_logprobs.setdefault(request_id, []).append(part)
         arrays = (
-            codec.ints(step.streams),
+            codec.longs(step.streams),
             codec.ints(step.token_index),
             codec.ints(step.token_ids),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -148,3 +150,19 @@ def test_the_real_model_says_the_same_from_a_new_replica():
             until(lambda: server.statistics().get("scheduler.1.generation_tokens", 0) > 0)
             assert scale(server, 1)[0] == 200
             assert all_answers(server, pool, bodies) == alone
+
+
+def test_without_descriptors_for_more_replicas_there_are_as_many_as_before(model):
+    """Whether they are missing for the channels or for the processes."""
+    with serve(model, *FAKE) as server:
+        supervisor = server.process.pid
+        used, most = len(os.listdir(f"/proc/{supervisor}/fd")), 1 << 10
+        for room in (10, 36):
+            resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (used + room, most))
+            status, answer = scale(server, 2)
+            assert status == 500
+            assert re.search("can't be .* replicas, as before: 1", answer["error"]["message"])
+            assert len(os.listdir(f"/proc/{supervisor}/fd")) == used
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (most, most))
+        assert scale(server, 2)[0] == 200
+        assert server.post("/v1/completions", bodies_for(server)[0])[0] == 200

@@ -73,6 +73,18 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(model):
         LLM(str(model), **options(max_model_len=100_000))
 
 
+def test_rings_that_there_is_no_room_for_are_a_config_error(model):
+    with pytest.raises(ConfigError, match=r"ring_bytes: .* of shared memory were asked for"):
+        LLM(str(model), **options(ring_bytes=1 << 45))
+
+
+def test_the_dead_have_no_status(model):
+    with LLM(str(model), **options()) as llm:
+        os.kill(llm._engine._connection._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"the supervisor .* died"):
+            until(lambda: llm.status() is None)
+
+
 def test_completions_stream_and_not(model):
     with serve(model, *FAKE, "--load-format", "dummy", "--disable-access-log") as server:
         name = server.get("/v1/models")["data"][0]["id"]

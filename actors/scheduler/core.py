@@ -34,8 +34,8 @@ sent as waves.py says, and are empty when there is nothing to compute.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Series
-from itertools import count
 from typing import Any
 
 from ...mq import codec, messages
@@ -90,7 +90,7 @@ class SchedulerCore:
         self._workers: dict[int, messages.WorkerReady] = {}  # by rank
         self._requests: dict[str, Request] = {}
         self._streams: dict[int, Sequence] = {}
-        self._next_stream = [count(i, num_detokenizers) for i in range(num_detokenizers)]
+        self._last_stream = -1
         self._in_flight: dict[int, Step] = {}
         self._pack_rows = Repacker()
         self._pings: list[messages.Ping] = []  # that wait for a plan
@@ -251,7 +251,7 @@ class SchedulerCore:
             self._end_all(old)
         spec = self._spec
         ends = spec.eos_token_ids, spec.max_model_len
-        streams = self._next_stream[message.detokenizer]
+        streams = self._new_streams(message.detokenizer)
         request = Request(message, streams, *ends, self._now, self._source)
         self._requests[request.request_id] = request
         self._reports.count(request.client, len(request.open))
@@ -271,6 +271,13 @@ class SchedulerCore:
             )
         if self.ready:
             self._admit(request)
+
+    def _new_streams(self, detokenizer: int) -> Iterator[int]:
+        """Numbers of this detokenizer, above all given out: who came first is first (order.py)."""
+        while True:
+            first = self._last_stream + 1
+            self._last_stream = first + (detokenizer - first) % len(self._detokenizers)
+            yield self._last_stream
 
     def _admit(self, request: Request) -> None:
         refusal = self._refusal(len(request.prompt))

@@ -25,7 +25,7 @@ class Outbox:
 
     def __init__(self, num_detokenizers: int = 1) -> None:
         self._parts = [Outbox() for _ in range(num_detokenizers)] if num_detokenizers > 1 else []
-        self._pack_streams = Repacker()
+        self._pack_streams = Repacker("q")
         self._clear()
 
     def add_logprobs(

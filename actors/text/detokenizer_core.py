@@ -146,7 +146,7 @@ class DetokenizerCore:
         streams, stopped = self._by_scheduler[source], self._stopped[source]
         last = {end.stream: end.num_tokens - 1 for end in step.ends if end.reason == "stop"}
         logprobs = StepLogprobs(step.logprobs) if step.logprobs is not None else None
-        numbers = codec.ints(step.streams).tolist()
+        numbers = codec.longs(step.streams).tolist()
         indices = codec.ints(step.token_index).tolist()
         ids = codec.ints(step.token_ids).tolist()
         self._num_tokens += len(ids)

@@ -15,6 +15,7 @@ from ...actors.boot import Boot
 from ...actors.control import Control
 from ...actors.profiling import ProfileAsks
 from ...actors.scaling import ScaleAsks
+from ...actors.status_asks import StatusAsks
 from ...mq import supervision
 from ...mq.errors import EngineDeadError
 from ...mq.tallies import Shape, Tallies
@@ -37,7 +38,7 @@ class ApiServer(Actor):
     def __init__(self, boot: Boot, control: Control) -> None:
         super().__init__(boot, control)
         self._http: HttpServer | None = None
-        self._status: list[asyncio.Future[supervision.Status]] = []
+        self._status = StatusAsks(control.send)
         self._profiles = ProfileAsks(control.send)
         self._scales = ScaleAsks(control.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +77,7 @@ class ApiServer(Actor):
             self._client,
             boot.spec,
             boot.server,
-            self._ask_status,
+            self._status.ask,
             self._recorder,
             self._profiles.ask,
             self._scales.ask,
@@ -100,10 +101,7 @@ class ApiServer(Actor):
                 self._client.fail_all(EngineDeadError(error, text))
                 self._spawn(self._drain(1.0))
             case supervision.Status():
-                for answer in self._status:
-                    if not answer.done():
-                        answer.set_result(message)
-                self._status.clear()
+                self._status.answered(message)
             case supervision.Profiled():
                 self._profiles.answered(message)
             case supervision.Scaled():
@@ -135,8 +133,8 @@ class ApiServer(Actor):
 
     async def end(self) -> None:
         self._client.fail_all(EngineDeadError("the server is shutting down"))
-        self._profiles.fail("the server is shutting down")
-        self._scales.fail("the server is shutting down")
+        for asks in (self._status, self._profiles, self._scales):
+            asks.fail("the server is shutting down")
         if self._http is not None:
             await self._http.close()
         if self._traces is not None:
@@ -157,16 +155,10 @@ class ApiServer(Actor):
             self._client.fail_all(EngineDeadError("the server is shutting down"))
         self.control.send(supervision.Drained())
 
-    async def _ask_status(self) -> supervision.Status:
-        answer: asyncio.Future[supervision.Status] = asyncio.get_running_loop().create_future()
-        self._status.append(answer)
-        self.control.send(supervision.StatusRequest())
-        return await answer
-
     async def _log_throughput(self) -> None:
         throughput = Throughput()
         while True:
-            if (line := throughput.line(await self._ask_status(), time.monotonic())) is not None:
+            if (line := throughput.line(await self._status.ask(), time.monotonic())) is not None:
                 _log.info(line)
             await asyncio.sleep(INTERVAL_SECONDS)
 

@@ -276,6 +276,16 @@ def read_fields(body: bytes, own: Collection[str] = ()) -> dict[str, Any]:
 
 def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> SamplingParams:
     """What the request says, else the model's own defaults, else OpenAI's."""
+    try:
+        return SamplingParams(**_params_fields(request, spec))
+    except InvalidRequestError as error:
+        if error.param != "extra_args":
+            raise
+        reason = str(error).replace("extra_args", "vllm_xargs", 1)
+        raise InvalidRequestError(reason, param="vllm_xargs") from None
+
+
+def _params_fields(request: CompletionRequest | ChatRequest, spec: ModelSpec) -> dict[str, Any]:
     chat = isinstance(request, ChatRequest)
     fields: dict[str, Any] = {"max_tokens": None if chat else 16, **spec.sampling_defaults}
     for name in _SAMPLING_FIELDS:
@@ -291,7 +301,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -
             fields["prompt_logprobs"] = request.logprobs
         if request.prompt_only:
             fields["max_tokens"] = 1  # the least that the engine computes; it is dropped
-        return SamplingParams(**fields)
+        return fields
     fields["logprobs"] = _chat_logprobs(request)
     if (limit := request.max_completion_tokens) is not None:
         if limit < 1:
@@ -300,7 +310,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, spec: ModelSpec) -
                 param="max_completion_tokens",
             )
         fields["max_tokens"] = limit
-    return SamplingParams(**fields)
+    return fields
 
 
 _SAMPLING_FIELDS = tuple(

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from ...actors.boot import memory_fd, read_fd
+from ...actors.linux import memory_fd, read_fd
 from ..cli.main import main as ringcast
 
 _LEAVE_SECONDS = 5.0

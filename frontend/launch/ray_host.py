@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ...actors.boot import memory_fd
+from ...actors.linux import memory_fd
 from .host_process import HostBoot
 
 CALLS_AT_ONCE = 2  # of Ray: run, and stop

@@ -33,6 +33,7 @@ class Served:
         }
         self.counts = counts_for(replicas, 1)
         self.life = ElasticLifecycle(units(self.counts), ["client.0"], **{**options, **more})
+        self.room = True  # for channels
         self.started: list[str] = []
         self.ended: list[fx.ScaleEnded] = []
         self.life.begin(0.0)
@@ -49,7 +50,10 @@ class Served:
     def note(self, effects):
         self.started += [actor for start in only(effects, fx.Start) for actor in start.actors]
         self.ended += only(effects, fx.ScaleEnded)
-        return list(effects)
+        if not only(effects, fx.Connect):
+            return list(effects)
+        done = self.life.connected() if self.room else self.life.cannot_connect("no room")
+        return [*effects, *self.note(done)]
 
     def answer(self, effects, but=()):
         """All that follows when everyone answers what it is told, and so on."""
@@ -117,6 +121,19 @@ def test_it_waits_for_who_is_starting_which_would_have_no_channels():
     effects = topology.get_ready("tokenizer.0")
     assert only(effects, fx.Connect)
     assert "tokenizer.0" in only(effects, fx.TellAdded)[0].to
+
+
+def test_without_room_for_its_channels_there_is_no_new_replica():
+    topology = Served(1)
+    topology.room = False
+    effects = topology.scale(2)
+    assert kinds(effects) == ["Connect", "ScaleEnded"]
+    assert topology.ended == [fx.ScaleEnded(1, "no room")]
+    assert topology.life.refusal(2) is None
+    topology.room = True
+    topology.answer(topology.scale(2))
+    topology.get_ready("worker.1", "scheduler.1", "coordinator.0")
+    assert topology.ended[1:] == [fx.ScaleEnded(2, "")]
 
 
 def test_who_starts_after_it_was_connected_is_told_that_it_is_down():

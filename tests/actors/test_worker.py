@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import select
+import signal
 import threading
 import time
 from pathlib import Path
@@ -130,10 +131,11 @@ def connect(stack, owners, config, spec):
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch):
-    """start(step_seconds, **options): a worker's process that is ready."""
+    """start(step_seconds, signals, **options): a worker's process that is ready. signals: that it
+    gets as soon as it is born."""
     with contextlib.ExitStack() as stack:
 
-        def make(step_seconds, **options):
+        def make(step_seconds, signals=(), **options):
             monkeypatch.setenv("RINGCAST_FAKE_STEP_SECONDS", str(step_seconds))
             config = make_config(tmp_path / "tiny", **options)
             spec = resolve_model(config)
@@ -143,6 +145,8 @@ def start(tmp_path: Path, monkeypatch):
                 [fd for owner in owners.values() for fd in owner.endpoint("worker.0").fds],
             )
             stack.callback(end, child)
+            for number in signals:
+                os.kill(child.pid, number)
             return connect(stack, owners, config, spec)
 
         yield make
@@ -157,6 +161,13 @@ def end(child):
 
 
 PROMPT = [70, 71, 72]
+
+
+def test_signals_of_its_group_end_nobody_who_is_just_born(start):
+    harness = start(0.0, signals=(signal.SIGINT, signal.SIGTERM))
+    harness.add(PROMPT, max_tokens=2)
+    harness.run()
+    assert len(harness.tokens) == 2
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])

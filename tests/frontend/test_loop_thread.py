@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from ringcast.frontend.loop_thread import LoopThread
+from ringcast.mq.errors import EngineDeadError
 
 
 @pytest.fixture
@@ -75,3 +76,23 @@ def test_an_iterators_error_is_raised(thread: LoopThread) -> None:
     assert next(numbers) == 1
     with pytest.raises(ValueError, match="broken"):
         next(numbers)
+
+
+def test_once_stopped_it_says_so(thread: LoopThread) -> None:
+    seen: list[str] = []
+
+    async def count() -> AsyncGenerator[int, None]:
+        try:
+            for i in range(3):
+                yield i
+        finally:
+            seen.append("closed")
+
+    begun, closed = thread.iterate(count()), thread.iterate(count())
+    assert (next(begun), next(closed)) == (0, 0)
+    thread.stop()
+    assert seen == ["closed", "closed"]
+    closed.close()
+    for numbers in (begun, thread.iterate(count())):
+        with pytest.raises(EngineDeadError, match="has been shut down"):
+            next(numbers)

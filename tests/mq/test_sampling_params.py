@@ -10,6 +10,21 @@ from ringcast.mq import codec
 from ringcast.mq.errors import InvalidRequestError
 from ringcast.mq.sampling_params import RequestOutputKind, SamplingParams
 
+
+def nested(levels):
+    """An object with so many lists in each other."""
+    value = []
+    for _ in range(levels - 1):
+        value = [value]
+    return {"a": value}
+
+
+def endless():
+    value = []
+    value += [value, value]
+    return {"a": value}
+
+
 ACCEPTED = [
     ("n", [1, 128]),
     ("temperature", [0, 0.0, 1, 100.0]),
@@ -34,7 +49,7 @@ ACCEPTED = [
     ("skip_special_tokens", [True, False]),
     ("detokenize", [True, False]),
     ("output_kind", list(RequestOutputKind)),
-    ("extra_args", [None, {}, {"a": [1]}]),
+    ("extra_args", [None, {}, {"a": [1]}, {"a": [2**64 - 1, -(2**63), 0.5, "x"]}, nested(31)]),
 ]
 
 REFUSED = [
@@ -45,7 +60,7 @@ REFUSED = [
     ("min_p", [-0.1, 1.1, math.nan, "0", None]),
     ("presence_penalty", [-2.01, 2.01, math.nan, math.inf, "1", None, True]),
     ("frequency_penalty", [-2.01, 2.01, math.nan, "1", None, False]),
-    ("repetition_penalty", [0, 0.0, -1, math.inf, math.nan, "1", None, True]),
+    ("repetition_penalty", [0, 0.0, 1e-31, 1e31, -1, math.inf, math.nan, "1", None, True]),
     (
         "logit_bias",
         [[5], {1: 101}, {1: -100.1}, {1: math.nan}, {1: "1"}, {1: True}, {-1: 1}, {"1": 1}],
@@ -64,7 +79,7 @@ REFUSED = [
     ("skip_special_tokens", [1, "true", None]),
     ("detokenize", [1, "true", None]),
     ("output_kind", [0, "DELTA", None]),
-    ("extra_args", [[1], {1: 2}, "x"]),
+    ("extra_args", [[1], {1: 2}, "x", {"a": 2**64}, {"a": object()}, nested(32), endless()]),
 ]
 
 

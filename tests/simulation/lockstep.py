@@ -269,7 +269,8 @@ class Lockstep:
 
     def _read(self, engine: int, step: messages.StreamStep) -> None:
         replica = self.replicas[engine]
-        arrays = (codec.ints(a).tolist() for a in (step.streams, step.token_index, step.token_ids))
+        rest = (codec.ints(array).tolist() for array in (step.token_index, step.token_ids))
+        arrays = (codec.longs(step.streams).tolist(), *rest)
         for stream, index, token in zip(*arrays, strict=True):
             name, incarnation, choice = replica.streams[stream]
             request = self.requests[name]

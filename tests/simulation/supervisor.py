@@ -144,6 +144,7 @@ class Supervisor:
                 case effects.Connect(actors=actors):
                     world.count(actors, 1)
                     world.network.connect(world.graph)
+                    self._apply(self.life.connected())
                 case effects.TellAdded(to=to, number=number, added=added):
                     self._tell(to, supervision.PeersAdded(number, list(added), b""))
                 case effects.TellLeaving(to=to, names=names):

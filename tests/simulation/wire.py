@@ -83,8 +83,8 @@ class Wire:
         assert len(same) == 1, f"{stream.key} is opened twice"
 
     def _step(self, node: Node, to: str, step: messages.StreamStep) -> None:
-        fields = (step.streams, step.token_index, step.token_ids)
-        for number, index, _ in zip(*(codec.ints(f).tolist() for f in fields), strict=True):
+        streams, indices = codec.longs(step.streams).tolist(), codec.ints(step.token_index).tolist()
+        for number, index in zip(streams, indices, strict=True):
             stream = self._streams[node.name, node.generation, number]
             assert stream.to == to, f"{stream.key} speaks to {to}"
             assert not stream.ended, f"{stream.key} speaks after its end"

@@ -107,7 +107,7 @@ class Engine:
         self.lost |= {stream for stream in self.opened if not self.ends[stream]}
         old = self.core
         self.core = SchedulerCore(self.config, self.spec)
-        self.core._next_stream = old._next_stream  # so that `opened` can tell them apart
+        self.core._last_stream = old._last_stream  # so that `opened` can tell them apart
         self.runner = FakeModelRunner(self.config, self.worker_spec)
         self.outputs.clear()
         self.worker_ready()
@@ -208,9 +208,9 @@ class Engine:
             self.resets.append(message)
             return
         self.stream_steps.append(message)
-        streams, index, tokens = (
-            codec.ints(field).tolist()
-            for field in (message.streams, message.token_index, message.token_ids)
+        streams = codec.longs(message.streams).tolist()
+        index, tokens = (
+            codec.ints(field).tolist() for field in (message.token_index, message.token_ids)
         )
         for stream, place, token in zip(streams, index, tokens, strict=True):
             assert stream in self.opened

@@ -71,7 +71,7 @@ def test_only_those_that_asked_have_any(make_engine):
     steps = [step for step in engine.stream_steps if step.token_ids]
     assert len(steps) == 3
     for step in steps:
-        streams, tokens = codec.ints(step.streams), codec.ints(step.token_ids)
+        streams, tokens = codec.longs(step.streams), codec.ints(step.token_ids)
         index = codec.ints(step.logprobs.index)
         ids = codec.ints(step.logprobs.token_ids).reshape(-1, 3)
         assert streams[index].tolist() == [engine.stream("b"), engine.stream("c")]
@@ -88,7 +88,7 @@ def test_an_abort_in_flight_drops_its_own_only(make_engine):
     engine.answer()
     engine.flush()
     step = engine.stream_steps[-1]
-    streams = codec.ints(step.streams)
+    streams = codec.longs(step.streams)
     assert streams.tolist() == [engine.stream("a"), engine.stream("c")]
     index = codec.ints(step.logprobs.index)
     assert index.tolist() == [0, 1]
@@ -110,7 +110,8 @@ def test_each_detokenizer_gets_its_own_streams_and_all_that_is_of_them():
     outbox.pings.append(messages.Ping(0, 1, detokenizer=1))
     outbox.gone_heard.append(messages.PeersGoneHeard(5))
     (even, *last), (odd, ping, heard) = outbox.drain()
-    assert [codec.ints(even.streams).tolist(), codec.ints(odd.streams).tolist()] == [[4, 2], [1, 3]]
+    assert codec.longs(even.streams).tolist() == [4, 2]
+    assert codec.longs(odd.streams).tolist() == [1, 3]
     assert codec.ints(odd.token_index).tolist() == [7, 1]
     assert codec.ints(odd.token_ids).tolist() == [10, 30]
     assert codec.ints(even.logprobs.index).tolist() == [0]

@@ -35,6 +35,10 @@ class Two:
         )
         self.core.handle(f"tokenizer.{by}", request, 0.0)
 
+    def rows(self):
+        """The requests that run, in order."""
+        return [sequence.request.request_id for sequence in self.core.planner.running]
+
     def step(self):
         for output in self.outputs:
             self.core.handle("worker.0", output, 0.0)
@@ -62,7 +66,7 @@ class Two:
         found: dict[int, list[int]] = {}
         for step in self.told[f"detokenizer.{to}"]:
             if isinstance(step, messages.StreamStep):
-                pairs = zip(codec.ints(step.streams), codec.ints(step.token_ids), strict=True)
+                pairs = zip(codec.longs(step.streams), codec.ints(step.token_ids), strict=True)
                 for stream, token in pairs:
                     found.setdefault(int(stream), []).append(int(token))
         return found
@@ -145,3 +149,22 @@ def test_the_answer_to_a_gateway_is_the_last_on_every_way(two):
     for to in (0, 1):
         assert list(two.ends(to).values()) == ["abort"]
         assert two.told[f"detokenizer.{to}"][-1] == messages.PeersGoneHeard(9)
+
+
+def test_who_came_first_is_first_whichever_detokenizer_it_goes_by(two):
+    """Also after one of them has had many more choices than the other."""
+    two.add("many", to=0, n=6)
+    two.run()
+    for name, to in (("a", 0), ("bb", 1), ("ccc", 1), ("dddd", 0)):
+        two.add(name, to=to)
+    two.step()
+    assert two.rows() == ["a", "bb", "ccc", "dddd"]
+
+
+def test_there_are_more_streams_than_32_bits_can_count(two):
+    two.core._last_stream = 2**31 - 2
+    two.add("a", to=1, n=3)
+    two.run()
+    streams = [2**31 - 1, 2**31 + 1, 2**31 + 3]
+    assert two.ends(1) == dict.fromkeys(streams, "length")
+    assert sorted(two.tokens(1)) == streams

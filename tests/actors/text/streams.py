@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.text_tokenizer import TextTokenizer
 from ringcast.mq import codec
@@ -23,6 +25,11 @@ from ringcast.mq.messages import (
 from ringcast.mq.sampling_params import SamplingParams
 
 Entry = tuple[int, int, int]  # stream, token index, token id
+
+
+def packed_streams(streams: Sequence[int]) -> bytes:
+    """StreamStep's field."""
+    return np.array(streams, np.int64).tobytes()
 
 
 class Streams:
@@ -53,8 +60,10 @@ class Streams:
         cached: Sequence[tuple[int, int]] = (),
         prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
-        columns = [codec.pack([entry[i] for entry in entries]) for i in range(3)]
-        step = StreamStep(*columns, list(ends), logprobs, list(cached), list(prompt_logprobs))
+        streams = packed_streams([entry[0] for entry in entries])
+        index, ids = (codec.pack([entry[i] for entry in entries]) for i in (1, 2))
+        more = list(ends), logprobs, list(cached), list(prompt_logprobs)
+        step = StreamStep(streams, index, ids, *more)
         assert list(self.core.handle("scheduler.0", step, 0.0)) == []
 
     def flush(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from actors.text.streams import packed_streams
 
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
 from ringcast.actors.text.logprob_rows import unpack_rows
@@ -71,7 +72,8 @@ def test_tokens_have_no_text(spec: ModelSpec) -> None:
     floats = b"\0\0\0\0" * 4
     logprobs = TokenLogprobs(2, index, codec.pack([5, 8, 6, 9]), floats, codec.pack([1, 1]))
     end = StreamEnd(0, "length", 2)
-    core.handle("scheduler.0", StreamStep(codec.pack([0, 0]), index, ids, [end], logprobs), 0.0)
+    step = StreamStep(packed_streams([0, 0]), index, ids, [end], logprobs)
+    core.handle("scheduler.0", step, 0.0)
     ((chunk,),) = [send.message.chunks for send in core.flush(0.0)]
     assert (chunk.token_ids, chunk.text) == (ids, "")
     assert (chunk.finish.reason, chunk.finish.num_output_tokens) == ("length", 2)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from actors.text.streams import packed_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -88,7 +89,7 @@ class Player:
         while place < len(tokens):
             size = next(sizes)
             for index, token in list(enumerate(tokens))[place : place + size]:
-                arrays = (codec.pack([number]) for number in (5, index, token))
+                arrays = (packed_streams([5]), codec.pack([index]), codec.pack([token]))
                 logprobs = None
                 if sampling.logprobs is not None:
                     logprobs, _ = pack_rows([LogprobRow(0, 1, [token], [-0.5], [None])], 0)

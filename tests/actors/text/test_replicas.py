@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from actors.text.streams import packed_streams
 
 from ringcast.actors.core import PeerLost, Send
 from ringcast.actors.text.detokenizer_core import DetokenizerCore
@@ -65,7 +66,7 @@ def opened(request: str, **params: Any) -> OpenStream:
 
 
 def step(back: DetokenizerCore, scheduler: str, token: int, *ends: StreamEnd) -> None:
-    message = StreamStep(codec.pack([0]), codec.pack([0]), codec.pack([token]), list(ends))
+    message = StreamStep(packed_streams([0]), codec.pack([0]), codec.pack([token]), list(ends))
     back.handle(scheduler, message, 0.0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from actors.text.streams import packed_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ class Player:
         is_last = place + 1 == len(case.tokens)
         ends = [case.end(5)] if is_last and case.ends_by_stop else []
         logprobs = logprobs_of(token, case.params.logprobs)
-        arrays = (codec.pack([number]) for number in (5, place, token))
+        arrays = (packed_streams([5]), codec.pack([place]), codec.pack([token]))
         self.core.handle("scheduler.0", StreamStep(*arrays, ends, logprobs), 0.0)
 
     def _flush(self) -> list[Chunk]:

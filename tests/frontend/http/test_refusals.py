@@ -67,6 +67,7 @@ async def refused(server: Any, path: str, body: Any, method: str = "POST") -> tu
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "can't be streamed"),
         ({"vllm_xargs": 1}, "vllm_xargs", "expected `object"),
+        ({"vllm_xargs": {"a": 2**64}}, "vllm_xargs", "integers of 64 bits"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "from 1 to 512"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be -1 or"),
         ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "from 1 to 512"),

@@ -15,7 +15,7 @@ from ports import free_ports
 from serving import serve, until
 from tiny_model import make_tiny_model
 
-from ringcast.actors.boot import memory_fd
+from ringcast.actors.linux import memory_fd
 from ringcast.frontend.launch.host_process import HostBoot, secret_path
 from ringcast.frontend.launch.ray_host import RayHost
 from ringcast.mq.cluster_keys import read_secret
