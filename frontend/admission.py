@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..mq.config import ModelSpec
 from ..mq.errors import InvalidRequestError, OverloadedError
 from ..mq.tallies import QUESTIONS, REQUESTS, Tallies
@@ -11,12 +13,15 @@ _PRIORITIES = 1 << 63  # as far as a message's integers go
 
 
 class Admission:
-    """policy, tallies: as in EngineClient."""
+    """policy, tallies, takes_extra_args: as in EngineClient."""
 
-    def __init__(self, spec: ModelSpec, policy: str, tallies: Tallies) -> None:
+    def __init__(
+        self, spec: ModelSpec, policy: str, tallies: Tallies, takes_extra_args: bool
+    ) -> None:
         self._spec = spec
         self._policy = policy
         self._tallies = tallies
+        self._takes_extra_args = takes_extra_args
 
     def check_kind(self, pooled: bool) -> None:
         """Raises InvalidRequestError unless this model makes vectors (pooled), or generates."""
@@ -47,6 +52,15 @@ class Admission:
                 f"priority must be 0, got {priority}: this engine serves who came first "
                 "(--scheduling-policy fcfs); start it with --scheduling-policy priority",
                 param="priority",
+            )
+
+    def check_extra_args(self, given: dict[str, Any] | None) -> None:
+        """Raises InvalidRequestError where nobody reads them."""
+        if given and not self._takes_extra_args:
+            raise InvalidRequestError(
+                "extra_args (vllm_xargs) must be empty: they are for logits processors of your "
+                "own, and this engine was started without --logits-processors",
+                param="extra_args",
             )
 
     def take_place(self, word: int, most: int) -> None:

@@ -229,6 +229,7 @@ class AsyncLLM:
             config.data_parallel_routing,
             num_tokenizers=config.tokenizer_count,
             num_detokenizers=config.detokenizer_count,
+            takes_extra_args=bool(config.logits_processors),
         )
         connection.attach(
             client.deliver,

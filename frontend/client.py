@@ -101,7 +101,7 @@ class EngineClient:
     index: which client this is ("client.0"), so that the detokenizer knows where to answer.
     seed: of the seeds that are drawn for requests without one; None draws others in each run.
     policy: the engine's scheduling_policy, "fcfs" or "priority". num_engines: its replicas.
-    num_tokenizers, num_detokenizers: that serve them.
+    num_tokenizers, num_detokenizers: that serve them. takes_extra_args: it has logits processors.
     routing: its data_parallel_routing, "score" or "prefix". tallies: what this client counts with
     others of the same engine; max_num_queued_reqs is of all together.
     draining: set it, and new requests are refused. dead: what `fail_all` was told. observer: set
@@ -121,6 +121,7 @@ class EngineClient:
         tallies: Tallies | None = None,
         num_tokenizers: int = 1,
         num_detokenizers: int = 1,
+        takes_extra_args: bool = True,
     ) -> None:
         self.spec = spec
         self.index = index
@@ -130,7 +131,7 @@ class EngineClient:
         self.observer: Observer | None = None
         self._send_to = send
         self._tallies = tallies or Tallies.local()
-        self._admission = Admission(spec, policy, self._tallies)
+        self._admission = Admission(spec, policy, self._tallies, takes_extra_args)
         self._ledger: dict[str, RequestHandle] = {}
         self._router = Router(num_engines, index, routing)
         self._text = TextRouter(num_tokenizers, num_detokenizers, index)
@@ -177,11 +178,12 @@ class EngineClient:
 
         Without `output`, each choice comes as raw chunks, few and large. priority: the lower, the
         more urgent. keep_prompt_tokens: as in Generate. Raises OverloadedError when the engine is
-        full or drains, EngineDeadError, and InvalidRequestError for a priority that has no effect
-        and for what the model doesn't do.
+        full or drains, EngineDeadError, and InvalidRequestError for a priority or extra_args that
+        have no effect and for what the model doesn't do.
         """
         self.check_kind(pooled=output is not None and output.form == "pooled")
         self._admission.check_priority(priority)
+        self._admission.check_extra_args(params.extra_args)
         self._refuse_if_unable()
         self._admission.take_place(REQUESTS, self.max_num_queued_reqs)
         try:

@@ -66,6 +66,7 @@ class ApiServer(Actor):
             tallies,
             engine.tokenizer_count,
             engine.detokenizer_count,
+            bool(engine.logits_processors),
         )
         self._client.observer = self._recorder = Recorder(tallies)
         if (endpoint := boot.server.otlp_traces_endpoint) is not None:

@@ -39,6 +39,8 @@ def resolve_model(config: EngineConfig, on_progress: OnProgress | None = None) -
         longest = spec.max_model_len(folder, hf_config, config.max_model_len)
     else:
         longest = pooling.max_model_len(folder, hf_config, config)
+    if pooled is None and longest < 2:
+        raise ConfigError(f"max_model_len = {longest}: a prompt of one token leaves no room")
     use_defaults = config.generation_config == "auto"
     return ModelSpec(
         name=config.model,

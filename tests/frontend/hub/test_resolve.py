@@ -108,6 +108,8 @@ def test_context_length(make_model: Any, config: dict[str, Any], expected: int) 
     assert resolve(folder, max_model_len=5).max_model_len == 5
     with pytest.raises(ConfigError, match=f"max_model_len = {expected + 1}: .* {expected} tokens"):
         resolve(folder, max_model_len=expected + 1)
+    with pytest.raises(ConfigError, match=r"max_model_len = 1: .* no room"):
+        resolve(folder, max_model_len=1)
 
 
 def test_context_length_that_only_the_user_knows(make_model: Any) -> None:
