@@ -15,10 +15,8 @@ from ringcast.mq.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_they_are_refused_where_nobody_reads_them(
-    spec: ModelSpec, engine: Any, takes: bool
-) -> None:
-    client = EngineClient(spec, engine.send, takes_extra_args=takes)
+def test_they_are_refused_where_nobody_reads_them(spec: ModelSpec, takes: bool) -> None:
+    client = EngineClient(spec, lambda to, message: None, takes_extra_args=takes)
     client.submit(TextPrompt("a"), SamplingParams(extra_args={}))
     if takes:
         client.submit(TextPrompt("a"), SamplingParams(extra_args={"mine": 1}))
