@@ -136,10 +136,12 @@ class CpuDecoder:
         stage: Stage | None = None,
         replicas: Replicas | None = None,
         redundant: int = 0,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """config, source: of the whole model; a rank of `group` has its part of it (by_expert,
         redundant: sharding.py), and a stage its layers. replicas: those that have the other
-        experts. Raises ConfigError where it can't be split so.
+        experts. cache_dtype: of the KV cache, the weights' by default. Raises ConfigError where it
+        can't be split so.
         """
         self._group, self._stage = group or Alone(), stage or Stage()
         self._vocab_size = config.vocab_size
@@ -153,6 +155,7 @@ class CpuDecoder:
         self.groups = deal_stage(c.windows, self._numbers)
         self.geometry = Geometry(
             layout.dtype,
+            cache_dtype or layout.weight_dtype,
             max(len(group.layers) for group in self.groups),
             c.kv_heads,
             c.heads // c.kv_heads,
@@ -238,7 +241,9 @@ class CpuDecoder:
         self._x_TQ = torch.zeros(tokens, pad(c.heads * c.head_size), dtype=dtype)
         self._x_TI = torch.zeros(tokens, pad(c.dense_size), dtype=dtype)
         self._update_TH = torch.zeros(tokens, pad(c.hidden_size))
-        self._wide_TN = torch.zeros(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
+        # What isn't read before it is written isn't cleared, so its pages become real as they are
+        # needed.
+        self._wide_TN = torch.empty(tokens, max(self._layers[0].qkv.width, pad(2 * c.dense_size)))
         if c.experts is not None:
             self.experts = ExpertBuffers(
                 self._layout, c.experts, c.hidden_size, tokens, self._replicas
@@ -292,7 +297,7 @@ class CpuDecoder:
         sampled, sequences = np.zeros(1, np.int64), len(self._batch.rows)
         width = self._layout.padded(self._config.hidden_size)
         last_SH = torch.zeros(sequences, width, dtype=self.geometry.dtype)
-        logits_SV = torch.zeros(sequences, head.width)
+        logits_SV = torch.empty(sequences, head.width)
         norm = self._norm(sampled, update, self._final_norm, last_SH, self._batch.last)
         gathered = self._group.gather(sampled, logits_SV, head.outputs)
         self._gathered_SV = gathered.rows

@@ -15,6 +15,7 @@ from ..kernels.cpu.compiled import cache_folder
 from ..kernels.cpu.openmp import Tape
 from ..mq import codec
 from ..mq.config import EngineConfig, ModelSpec
+from ..mq.heap import give_back_freed
 from ..mq.messages import ExpertLoads, NewSequence, StepOutput, StepPlan, TokenLogprobs, WorkerReady
 from ..mq.sampling_params import SamplingParams
 from . import kv_memory
@@ -45,6 +46,11 @@ def choose_dtype(name: str) -> torch.dtype:
         return dtype
     multiplied = vectors.bfloat16_available() or widens()
     return torch.bfloat16 if multiplied else torch.float32
+
+
+def choose_cache_dtype(name: str) -> torch.dtype | None:
+    """None is the weights', which "auto" means."""
+    return None if name == "auto" else getattr(torch, name)
 
 
 class CpuModelRunner:
@@ -92,6 +98,7 @@ class CpuModelRunner:
             place.stage,
             self._replicas,
             config.eplb_config.num_redundant_experts,
+            choose_cache_dtype(config.kv_cache_dtype),
         )
         loaded = time.perf_counter()
         self._compile(layout.dtype, progress)
@@ -127,6 +134,7 @@ class CpuModelRunner:
             )
         self._prompt_logprobs = PromptLogprobsReader(self._batch, self._model.logits)
         self._warm_up()
+        give_back_freed()
         self._watch_experts(dealt)
         self._details = {
             "device": "cpu",
@@ -136,6 +144,7 @@ class CpuModelRunner:
             "stages": config.pipeline_parallel_size,
             **self._model.describe(),
             "weights_bytes": self._model.num_bytes(),
+            "kv_cache_dtype": str(self._model.geometry.cache_dtype).removeprefix("torch."),
             "kv_cache_bytes": num_blocks * block_bytes,
             "num_blocks": num_blocks,
             "block_size": config.block_size,
@@ -267,7 +276,7 @@ class CpuModelRunner:
         kernels = self._model.kernels()
         for done, kernel in enumerate(kernels):
             progress("compiling kernels", done, len(kernels))
-            kernel.compile(dtype)
+            kernel.compile(dtype, self._model.geometry.cache_dtype)
         Tape.compile()
         progress("compiling kernels", len(kernels), len(kernels))
 

@@ -3,7 +3,7 @@ kernels read.
 
 With matrix tiles a bfloat16 weight is held as tiles, and one kernel serves any number of rows. So
 it is where the processor has no arithmetic for bfloat16, but AVX2: there weights are widened in
-registers, and activations (and the KV cache) are float32.
+registers, and activations are float32.
 Otherwise it is held in rows, for a kernel that serves a few rows and for torch, which serves many;
 the two add up in different orders, so where results must not depend on the batch (--deterministic)
 the kernel serves all.
@@ -35,7 +35,7 @@ class Layout:
     """How weights are held: `tiled` for bfloat16 where the processor has matrix tiles, `widened`
     where it has no arithmetic for bfloat16 (widens).
 
-    dtype: of weights. The attribute of this name is that of activations and KV cache.
+    dtype: of weights. The attribute of this name is that of activations.
     deterministic: a row's result is the same bit for bit, whatever the number of rows.
     """
 

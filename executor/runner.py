@@ -29,6 +29,7 @@ QUANTIZES = {"cpu": ("int8", "int4"), "cuda": ("fp8",)}
 ENCODER_RUNNER = "ringcast.executor.encoder_runner:EncoderRunner"
 ENCODER_DEVICES = ("cpu", "cuda")
 _NEUTRAL_IN_POOLING = {
+    "kv_cache_dtype": "auto",
     "quantization": "none",
     "deterministic": False,
     "logits_processors": [],

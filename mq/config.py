@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(
             description="of weights and KV cache; auto is bfloat16 on CUDA, and on processors that "
-            "have it, or AVX2 to widen it (bfloat16 is of weights alone there)"
+            "have it, or AVX2 to widen it"
         ),
     ] = "auto"
     quantization: Annotated[
@@ -65,10 +65,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "none"
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8", "fp8_e4m3"],
+        Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"],
         Meta(
-            description="of keys and values in the KV cache; auto is the model's, fp8 and fp8_e4m3 "
-            "are the same and halve it. Device cuda alone"
+            description="of keys and values in the KV cache; auto is the model's, on cpu it may be "
+            "another. fp8 and fp8_e4m3 are the same and halve it, on cuda alone"
         ),
     ] = "auto"
     deterministic: Annotated[

@@ -36,8 +36,12 @@ ONLY_ON: dict[str, tuple[str, ...]] = {
     "memory_utilization": ("cpu",),
     "gpu_memory_utilization": ("cuda",),
     "enforce_eager": ("cuda",),
-    "kv_cache_dtype": ("cuda",),
+    "kv_cache_dtype": ("cpu", "cuda"),
     "enable_eplb": ("cpu", "cuda"),
+}
+# Likewise values of them.
+VALUES_ONLY_ON: dict[str, dict[str, tuple[str, ...]]] = {
+    "kv_cache_dtype": {"fp8": ("cuda",), "fp8_e4m3": ("cuda",)},
 }
 
 DEV = Path("/dev")
@@ -76,7 +80,8 @@ def check_device_options(
     found: the device is what `auto` is here, so the user may not know it.
     """
     which = f"{device!r}" + (" (auto; --device takes another)" if found else "")
-    for option, only in ONLY_ON.items():
+    for option, devices in ONLY_ON.items():
+        only = VALUES_ONLY_ON.get(option, {}).get(values[option], devices)
         if device not in only and values[option] != defaults[option]:
             have = " and ".join(map(repr, only))
             have += " have it" if len(only) > 1 else " alone has it"

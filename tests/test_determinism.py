@@ -30,6 +30,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16 without tiles": {"dtype": "bfloat16"},
     "bfloat16 widened": {"dtype": "bfloat16"},
+    "bfloat16, blocks of 8": {"dtype": "bfloat16", "block_size": 8},  # another kernel of attention
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }

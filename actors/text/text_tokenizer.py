@@ -17,6 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from ...mq.errors import ModelLoadError
+from ...mq.heap import give_back_freed
 
 SPECIAL_TOKEN_NAMES = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -107,9 +108,11 @@ def _backend(folder: Path) -> Tokenizer:
     if not file.exists():
         return _through_transformers(folder)
     try:
-        return Tokenizer.from_file(str(file))
+        backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise ModelLoadError(f"{file} is no readable tokenizer: {error}") from error
+    give_back_freed()  # as much again as the tokenizer has
+    return backend
 
 
 def _through_transformers(folder: Path) -> Tokenizer:

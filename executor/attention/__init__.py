@@ -9,6 +9,7 @@ from .backend import AttentionBackend, Geometry
 # In order of preference; the first that can serve a geometry is taken.
 BACKENDS = {
     "tiles": "ringcast.executor.attention.tiles:TileAttention",
+    "vectors": "ringcast.executor.attention.vectors:VectorAttention",
     "portable": "ringcast.executor.attention.portable:PortableAttention",
 }
 

@@ -19,11 +19,13 @@ from ..input_batch import InputBatch, Step
 
 
 class Geometry(NamedTuple):
-    """What attention of a model looks like. layers: of one group, whose layers share blocks
-    (mq/kv_groups.py). scale: what products of queries and keys are multiplied by.
+    """What attention of a model looks like. dtype: of queries and results. layers: of one group,
+    whose layers share blocks (mq/kv_groups.py). scale: what products of queries and keys are
+    multiplied by.
     """
 
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     layers: int
     kv_heads: int
     group: int  # query heads per key head
@@ -34,9 +36,8 @@ class Geometry(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Of one block in all layers of a group, keys and values."""
-        return (
-            2 * self.layers * self.kv_heads * self.head_size * self.block_size * self.dtype.itemsize
-        )
+        numbers = 2 * self.layers * self.kv_heads * self.head_size * self.block_size
+        return numbers * self.cache_dtype.itemsize
 
 
 class AttentionBackend:
@@ -63,14 +64,15 @@ class AttentionBackend:
         self._item_sequence = np.zeros(pieces, np.int32)
         self._item_row = np.zeros(pieces, np.int32)
         rows = capacity * geometry.group
-        self._q = torch.zeros(geometry.kv_heads, rows, geometry.head_size, dtype=geometry.dtype)
+        self._q = torch.empty(geometry.kv_heads, rows, geometry.head_size, dtype=geometry.dtype)
         self._scratch_bytes, self._width = scratch_bytes(max_model_len, geometry.head_size)
         threads = torch.get_num_threads()
         self._scratch = torch.empty(threads * self._scratch_bytes, dtype=torch.uint8)
         self._head_scratch = torch.empty(threads, geometry.head_size)
-        numbers = geometry.block_bytes // (2 * geometry.layers * geometry.dtype.itemsize)
+        numbers = geometry.kv_heads * geometry.head_size * geometry.block_size
+        shape = geometry.layers, 2, num_blocks, numbers
         # Memory is only reserved here: pages become real when they are first written.
-        self._cache = torch.empty(geometry.layers, 2, num_blocks, numbers, dtype=geometry.dtype)
+        self._cache = torch.empty(shape, dtype=geometry.cache_dtype)
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         source, target = (torch.from_numpy(ids.astype(np.int64)) for ids in (sources, targets))
@@ -122,6 +124,7 @@ class AttentionBackend:
         q_weight, k_weight = norms or (None, None)
         write = rope_and_cache.bind(
             geometry.dtype,
+            geometry.cache_dtype,
             **shared,
             rows=rows,
             qkv=qkv,
@@ -137,6 +140,7 @@ class AttentionBackend:
         )
         attend = self.kernel.bind(
             geometry.dtype,
+            geometry.cache_dtype,
             **shared,
             **self.constants,
             items=self._items,

@@ -18,4 +18,5 @@ class TileAttention(AttentionBackend):
     @staticmethod
     def serves(geometry: Geometry) -> bool:
         fits = geometry.head_size % 32 == 0 and geometry.block_size % 16 == 0
-        return fits and geometry.dtype == torch.bfloat16 and tiles.available()
+        types = {geometry.dtype, geometry.cache_dtype}
+        return fits and types == {torch.bfloat16} and tiles.available()

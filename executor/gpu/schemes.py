@@ -55,9 +55,17 @@ def choose_dtype(name: str) -> torch.dtype:
 def choose_cache_dtype(
     config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Of the KV cache, where the model's is `dtype`."""
-    if config.kv_cache_dtype == "auto":
+    """Of the KV cache, where the model's is `dtype`. Raises ConfigError for another one of 16 or 32
+    bits: attention's kernels cast what has 8.
+    """
+    wanted, own = config.kv_cache_dtype, str(dtype).removeprefix("torch.")
+    if wanted in ("auto", own):
         return dtype
+    if wanted not in ("fp8", "fp8_e4m3"):
+        raise ConfigError(
+            f"kv_cache_dtype = {wanted!r}: on device 'cuda' it is 'auto', the model's ({own!r}), "
+            "'fp8' or 'fp8_e4m3'"
+        )
     _check_capability(device, FP8_CONVERSIONS, f"kv_cache_dtype = {config.kv_cache_dtype!r}")
     return FP8
 

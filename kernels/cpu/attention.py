@@ -21,7 +21,7 @@ from numba import carray, njit
 
 from .openmp import FLAGS, UNLIMITED, Chunks, Kernel, thread_number
 from .rope import read_cache
-from .scalars import exp, largest, narrow, pointer, widen
+from .scalars import exp, largest, narrow, pointer, prefetch, widen
 
 F32 = np.float32(0)
 I32 = np.int32(0)
@@ -101,6 +101,29 @@ def softmax(scores, weights, first, last, end, scale):
     return total
 
 
+@njit(error_model="numpy")
+def sub_block(cache, table, token, head, heads, head_bytes, block_size, token_bytes):
+    """The address of the 16 tokens from `token` on in a cache."""
+    block = np.int64(table[token // block_size])
+    return cache + (block * heads + head) * head_bytes + (token % block_size) * token_bytes
+
+
+@njit(error_model="numpy")
+def fetch(place, row_bytes, rows, stride):
+    """Ask for a sub-block, so that it has come when its turn does."""
+    if row_bytes == stride:
+        row_bytes, rows = row_bytes * rows, 1
+    for row in range(rows):
+        for byte in range(0, row_bytes, 64):
+            prefetch(place + row * stride + byte)
+
+
+@njit(fastmath=FLAGS, error_model="numpy")
+def write(sums, scale, out):
+    for d in range(sums.shape[0]):
+        out[d] = narrow(sums[d] * scale, out[d])
+
+
 @njit(fastmath=FLAGS, error_model="numpy")
 def _score(q, keys, scores):
     """scores[r, t] = q[r] . keys[:, t] for one block; keys [head size, block size]."""
@@ -135,8 +158,8 @@ def _paged_attention(p, chunk, chunks):
     context = carray(pointer(a.context, I32), (a.sequences,))
     rows = carray(pointer(a.rows, I32), (a.sequences,))
     q = carray(pointer(a.q, a.element), (heads, a.capacity * group, size))
-    keys = carray(pointer(a.keys, a.element), (a.blocks, heads, size, block_size))
-    values = carray(pointer(a.values, a.element), (a.blocks, heads, block_size, size))
+    keys = carray(pointer(a.keys, a.cached), (a.blocks, heads, size, block_size))
+    values = carray(pointer(a.values, a.cached), (a.blocks, heads, block_size, size))
     scratch = a.scratch + np.int64(thread_number()) * a.scratch_bytes
     scores = carray(pointer(scratch, F32), (16, a.width))
     weights = carray(pointer(scratch + 16 * a.width * 4, F32), (16, a.width))
@@ -180,4 +203,4 @@ def _paged_attention(p, chunk, chunks):
             out[(head * group + g) * size + d] = narrow(sums[r, d], out[0])
 
 
-paged_attention_kernel = Kernel(_paged_attention, FIELDS, "scale", chunks=pieces)
+paged_attention_kernel = Kernel(_paged_attention, FIELDS, "scale", pieces, has_cache=True)

@@ -5,7 +5,8 @@ and all of it is made by one function for each kind of weight.
 A row's sum is made in the order of its inputs, by the same steps in the code for every number of
 rows: the number of rows doesn't change its bits.
 
-`multiply_bfloat16` is plain arithmetic; the others need instructions of AVX2:
+`multiply_elements` and `multiply_bfloat16` are plain arithmetic; the others need instructions of
+AVX2:
 
     words   pairs of int16 are multiplied and added up to int32 (vpmaddwd)
     halves  pairs of bytes, unsigned by signed, to int16 (vpmaddubsw), which saturates. A half of a
@@ -28,6 +29,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _OUTPUTS = 16
 _HALF_OUTPUTS = 8  # what a register of AVX2 has
+MOST_ROWS = 6  # whose sums stay in 12 of 16 registers
 _PLACE = types.int64
 
 
@@ -115,6 +117,110 @@ def _emit(signature: Any, make: Callable[..., None]) -> Any:
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _widened(b: ir.IRBuilder, place: ir.Value, element: Any, lanes: int) -> ir.Value:
+    """So many elements (scalars.py) at this address, as float32."""
+    if element == types.float32:
+        return _load(b, place, _vector(_F32, lanes))
+    if element == types.int16:
+        return b.fpext(_load(b, place, _vector(ir.HalfType(), lanes)), _vector(_F32, lanes))
+    bits = b.zext(_load(b, place, _vector(_I16, lanes)), _vector(_I32, lanes))
+    return b.bitcast(b.shl(bits, _constant(_I32, lanes, 16)), _vector(_F32, lanes))
+
+
+def _bytes(element: Any) -> int:
+    return 4 if element == types.float32 else 2
+
+
+@intrinsic(prefer_literal=True)
+def multiply_elements(
+    typing_context,
+    rows,
+    x,
+    x_stride,
+    x_like,
+    w,
+    w_stride,
+    w_step,
+    w_like,
+    inputs,
+    strips,
+    y,
+    y_stride,
+    adds,
+):
+    """y [rows, strips x 16] float32 from elements x and w, or, where it `adds`, that and y. At most
+    MOST_ROWS rows, and an even number of strips. A weight's 16 elements for one input lie side by
+    side, those for the next w_step bytes on, and the next strip's w_stride bytes on. Strides are in
+    bytes.
+    """
+    lanes, does_add = _HALF_OUTPUTS, adds.literal_value
+    real, every = _vector(_F32, lanes), _constant(_I32, lanes, 0)
+
+    def multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows):
+        halves = [(strip, half) for strip in range(num_strips) for half in range(2)]
+        places = [
+            _moved(b, own, strip * 64 + half * 32) for own in y_rows for strip, half in halves
+        ]
+
+        def turn(number, sums):
+            x_offset, w_offset = b.mul(number, _I64(_bytes(x_like))), b.mul(number, w_step)
+            sums = list(sums)
+
+            def value(row):
+                one = _widened(b, b.add(x_rows[row], x_offset), x_like, 1)
+                return b.shuffle_vector(one, one, every)
+
+            def weights(i):
+                strip, half = halves[i]
+                place = _moved(b, b.add(w_strips[strip], w_offset), half * lanes * _bytes(w_like))
+                return _widened(b, place, w_like, lanes)
+
+            # The fewer are held, and the others come one after the other.
+            outer, inner = (value, weights) if num_rows > len(halves) else (weights, value)
+            counts = sorted([num_rows, len(halves)])
+            held = [inner(j) for j in range(counts[0])]
+            for i in range(counts[1]):
+                this = outer(i)
+                for j, other in enumerate(held):
+                    row, half = (i, j) if outer is value else (j, i)
+                    n = row * len(halves) + half
+                    sums[n] = _fused(b, this, other, sums[n])
+            return sums
+
+        starts = [
+            _load(b, place, real) if does_add else ir.Constant(real, None) for place in places
+        ]
+        for place, value in zip(places, _repeat(b, inputs, starts, turn), strict=True):
+            _store(b, place, value)
+
+    def make(
+        b, rows, x, x_stride, x_one, w, w_stride, w_step, w_one, inputs, strips, y, y_stride, adds
+    ):
+        after = b.append_basic_block("multiplied")
+        cases = b.switch(rows, after)
+        for num_rows in range(1, MOST_ROWS + 1):
+            case = b.append_basic_block(f"rows{num_rows}")
+            cases.add_case(_I64(num_rows), case)
+            b.position_at_end(case)
+            num_strips = 2 if num_rows * 2 <= MOST_ROWS else 1
+            x_rows = _places(b, x, x_stride, num_rows)
+
+            def some(number, none, num_rows=num_rows, num_strips=num_strips, x_rows=x_rows):
+                strip = b.mul(number, _I64(num_strips))
+                w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, num_strips)
+                y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
+                multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows)
+                return none
+
+            _repeat(b, b.sdiv(strips, _I64(num_strips)), [], some)
+            b.branch(after)
+        b.position_at_end(after)
+
+    numbers = [_PLACE] * 4
+    kinds = [*numbers[:3], x_like, *numbers[:3], w_like, *numbers, adds]
+    return _emit(types.void(*kinds), make)
 
 
 @intrinsic(prefer_literal=True)

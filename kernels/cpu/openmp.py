@@ -3,7 +3,8 @@
 1. A kernel's body is a Python function `body(pointer, chunk, chunks)`: a pointer to a record of its
    arguments, and which part of the work to do. Numba compiles it to machine code without Python.
    The record's fields are int64 (an address or a size) or float32, and one field, `element`, whose
-   *type* is the element type of the model: the same body is compiled once for each.
+   *type* is the element type of activations: the same body is compiled once for each. Kernels that
+   read or write the KV cache have another, `cached`, for its element type.
 2. The threads are those of the OpenMP library that torch has loaded, entered through GOMP_parallel
    (the entry point that GNU's, LLVM's and Intel's libraries share). A second pool of threads would
    compete with torch's for the same cores.
@@ -95,26 +96,31 @@ def _library() -> ctypes.CDLL:
 
 
 class Code:
-    """A body compiled for one element type: its machine code's address, and the record of its
+    """A body compiled for its element types: its machine code's address, and the record of its
     arguments.
     """
 
     def __init__(
-        self, body: Callable[..., None], fields: list[tuple[str, str]], element: str, extra: int
+        self,
+        body: Callable[..., None],
+        fields: list[tuple[str, str]],
+        elements: dict[str, str],
+        extra: int,
     ) -> None:
         _library()
-        self.record = np.dtype([*fields, ("element", element)], align=True)
+        self._elements = elements
+        self.record = np.dtype([*fields, *elements.items()], align=True)
         signature = types.void(
             types.CPointer(numba.from_dtype(self.record)), *[types.int64] * extra
         )
         is_cached = prepare_cache()
-        with one_at_a_time(f"{body.__module__}.{body.__name__} {element}"):
+        with one_at_a_time(" ".join([f"{body.__module__}.{body.__name__}", *elements.values()])):
             self._compiled = numba.cfunc(signature, cache=is_cached)(body)
         self.address: int = self._compiled.address
 
     def fill(self, arguments: dict[str, object]) -> np.ndarray:
         """Tensors and arrays go by address, None as 0, numbers as they are."""
-        assert {*arguments} == {*self.record.names} - {"element"}, (
+        assert {*arguments} == {*self.record.names} - {*self._elements}, (
             self._compiled,
             sorted(arguments),
         )
@@ -140,7 +146,8 @@ class Kernel:
     """A body and the names of its arguments, for every element type. Compiled at first use, or read
     from the cache.
 
-    `chunks` tells from a launch's arguments how to cut its work; by default by `rows`.
+    `chunks` tells from a launch's arguments how to cut its work; by default by `rows`. has_cache:
+    it reads or writes the KV cache, whose element type is another than activations' if it is named.
     """
 
     def __init__(
@@ -149,24 +156,29 @@ class Kernel:
         integers: str,
         floats: str = "",
         chunks: Callable[[dict[str, Any]], Chunks] = _by_rows,
+        has_cache: bool = False,
     ) -> None:
         self.name = body.__name__
-        self._body, self._chunks = body, chunks
+        self._body, self._chunks, self._has_cache = body, chunks, has_cache
         self._fields = [(name, "i8") for name in integers.split()] + [
             (name, "f4") for name in floats.split()
         ]
-        self._codes: dict[torch.dtype, Code] = {}
+        self._codes: dict[tuple[torch.dtype, ...], Code] = {}
 
-    def compile(self, dtype: torch.dtype) -> Code:
-        if dtype not in self._codes:
-            self._codes[dtype] = Code(self._body, self._fields, ELEMENTS[dtype], extra=2)
-        return self._codes[dtype]
+    def compile(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Code:
+        key = (dtype, cache_dtype or dtype) if self._has_cache else (dtype,)
+        if key not in self._codes:
+            names = dict(zip(("element", "cached"), map(ELEMENTS.get, key), strict=False))
+            self._codes[key] = Code(self._body, self._fields, names, extra=2)
+        return self._codes[key]
 
-    def bind(self, dtype: torch.dtype, **arguments: Any) -> Launch:
+    def bind(
+        self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, **arguments: Any
+    ) -> Launch:
         """This kernel on these arguments, which are kept alive: tensors, arrays, integers, floats,
         None for no address.
         """
-        code = self.compile(dtype)
+        code = self.compile(dtype, cache_dtype)
         return Launch(code.address, code.fill(arguments), self._chunks(arguments), arguments)
 
 
@@ -244,7 +256,7 @@ def _play(p):
 @functools.cache
 def _player() -> Code:
     names = "codes records rows per_row most counters length"
-    return Code(_play, [(name, "i8") for name in names.split()], "f4", extra=0)
+    return Code(_play, [(name, "i8") for name in names.split()], {}, extra=0)
 
 
 class Tape:

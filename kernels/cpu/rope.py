@@ -108,9 +108,9 @@ def _rope_and_cache(p, chunk, chunks):
     q_weight = carray(pointer(a.q_weight, F32), (size,))
     k_weight = carray(pointer(a.k_weight, F32), (size,))
     q = carray(pointer(a.q, a.element), (heads, a.capacity * group, size))
-    keys = carray(pointer(a.keys, a.element), (a.blocks, heads, size // pair, a.block_size, pair))
+    keys = carray(pointer(a.keys, a.cached), (a.blocks, heads, size // pair, a.block_size, pair))
     values = carray(
-        pointer(a.values, a.element), (a.blocks, heads, a.block_size // pair, size, pair)
+        pointer(a.values, a.cached), (a.blocks, heads, a.block_size // pair, size, pair)
     )
     scratch = carray(pointer(a.scratch + np.int64(thread_number()) * size * 4, F32), (size,))
     for t in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
@@ -151,4 +151,5 @@ rope_and_cache = Kernel(
     "rows qkv stride cos sin slots q_weight k_weight q keys values capacity blocks block_size "
     "kv_heads group head_size pair scratch",
     "eps",
+    has_cache=True,
 )

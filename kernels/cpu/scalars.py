@@ -45,7 +45,9 @@ def widen(typing_context, value):
 
 @intrinsic
 def narrow(typing_context, value, like):
-    """A float32 as an element of the type of `like`, rounded to nearest, ties to even."""
+    """A float32 as an element of the type of `like`, rounded to nearest, ties to even; infinities
+    and NaN stay what they are.
+    """
 
     def generate(context, builder, signature, args):
         if like == types.float32:
@@ -55,9 +57,20 @@ def narrow(typing_context, value, like):
         bits = builder.bitcast(args[0], _I32)
         odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
         rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, _I32(16)), _I16)
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, _I32(0x7FFFFFFF)), _I32(0x7F800000))
+        # Rounding would carry a NaN's last bits into the sign, or take its only ones away.
+        quiet = builder.or_(bits, _I32(0x400000))
+        chosen = builder.select(is_nan, quiet, rounded)
+        return builder.trunc(builder.lshr(chosen, _I32(16)), _I16)
 
     return like(types.float32, like), generate
+
+
+@intrinsic
+def bytes_of(typing_context, element):
+    """How many an element has."""
+    size = _I64(4 if element == types.float32 else 2)
+    return types.int64(element), lambda context, builder, s, args: size
 
 
 @intrinsic

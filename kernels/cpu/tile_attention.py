@@ -12,9 +12,9 @@ import numpy as np
 from numba import carray, njit
 
 from . import tiles
-from .attention import FIELDS, pieces, softmax
-from .openmp import FLAGS, Kernel, thread_number
-from .scalars import narrow, pointer, prefetch
+from .attention import FIELDS, fetch, pieces, softmax, sub_block, write
+from .openmp import Kernel, thread_number
+from .scalars import pointer
 
 F32 = np.float32(0)
 I32 = np.int32(0)
@@ -33,21 +33,6 @@ def _score(q, keys, scores, depth, size, block_size):
         tiles.load(5, keys + k * 64 * block_size, block_size * 4)
         tiles.multiply(0, 4, 5)
     tiles.store(0, scores[0], scores[1])
-
-
-@njit(error_model="numpy")
-def _place(cache, table, token, head, heads, head_bytes, block_size, token_bytes):
-    """The address of a token's sub-block in a cache."""
-    block = np.int64(table[token // block_size])
-    return cache + (block * heads + head) * head_bytes + (token % block_size) * token_bytes
-
-
-@njit(error_model="numpy")
-def _fetch(place, row_bytes, rows, stride):
-    """Ask for a sub-block, so that it has come when its turn does."""
-    for row in range(rows):
-        for byte in range(0, row_bytes, 64):
-            prefetch(place + row * stride + byte)
 
 
 @njit(error_model="numpy")
@@ -73,7 +58,7 @@ def _sum(first, last, weights, width, a, table, head, head_bytes, partial, conte
         if (sub + 1) * 16 > context:
             v = partial
         else:
-            v = _place(
+            v = sub_block(
                 a.values,
                 table,
                 sub * 16,
@@ -99,12 +84,6 @@ def _sum(first, last, weights, width, a, table, head, head_bytes, partial, conte
     if wide:
         tiles.store(2, out + d * 4 + 128, a.head_size * 4)
         tiles.store(3, out + d * 4 + 192, a.head_size * 4)
-
-
-@njit(fastmath=FLAGS, error_model="numpy")
-def _write(sums, scale, out):
-    for d in range(sums.shape[0]):
-        out[d] = narrow(sums[d] * scale, out[d])
 
 
 def _tile_attention(p, chunk, chunks):
@@ -142,12 +121,14 @@ def _tile_attention(p, chunk, chunks):
     tiles.configure(a.configurations + (count - 1) * 64)
     q = a.q + ((head * a.capacity + start) * group + first_row) * size * 2
     for sub in range(first, last):
-        k = _place(a.keys, table, sub * 16, head, heads, head_bytes, a.block_size, 4)
-        v = _place(a.values, table, sub * 16, head, heads, head_bytes, a.block_size, size * 2)
-        _fetch(v, size * 4, 8, size * 4)
+        k = sub_block(a.keys, table, sub * 16, head, heads, head_bytes, a.block_size, 4)
+        v = sub_block(a.values, table, sub * 16, head, heads, head_bytes, a.block_size, size * 2)
+        fetch(v, size * 4, 8, size * 4)
         if sub + 1 < last:
-            ahead = _place(a.keys, table, (sub + 1) * 16, head, heads, head_bytes, a.block_size, 4)
-            _fetch(ahead, 64, size // 2, a.block_size * 4)
+            ahead = sub_block(
+                a.keys, table, (sub + 1) * 16, head, heads, head_bytes, a.block_size, 4
+            )
+            fetch(ahead, 64, size // 2, a.block_size * 4)
         _score(q, k, (scores_at + (sub - first) * 64, a.width * 4), size // 32, size, a.block_size)
     for r in range(count):
         position = before + (first_row + r) // group
@@ -155,7 +136,7 @@ def _tile_attention(p, chunk, chunks):
         high = position + 1 - first * 16
         totals[r] = softmax(scores[r], weights[r], low, high, (last - first) * 16, a.scale)
     if last * 16 > context:
-        v = _place(
+        v = sub_block(
             a.values, table, (last - 1) * 16, head, heads, head_bytes, a.block_size, size * 2
         )
         _copy_valid(
@@ -182,9 +163,11 @@ def _tile_attention(p, chunk, chunks):
     for r in range(count):
         t, g = start + (first_row + r) // group, (first_row + r) % group
         place = a.out + t * a.out_bytes + (head * group + g) * size * 2
-        _write(sums[r], np.float32(1) / totals[r], carray(pointer(place, a.element), (size,)))
+        write(sums[r], np.float32(1) / totals[r], carray(pointer(place, a.element), (size,)))
     tiles.release()
 
 
 # Head sizes are multiples of 32, block sizes of 16.
-tile_attention = Kernel(_tile_attention, FIELDS + " configurations", "scale", chunks=pieces)
+tile_attention = Kernel(
+    _tile_attention, FIELDS + " configurations", "scale", pieces, has_cache=True
+)

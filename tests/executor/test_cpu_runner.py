@@ -185,9 +185,11 @@ def test_without_tiles(dtype, model, hand, monkeypatch):
 
 
 @pytest.mark.skipif(not blocks.available(), reason="this processor has no AVX2")
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "llama-wide", "qwen3", "gemma3-wide"])
 def test_bfloat16_weights_are_widened(name, model, hand, monkeypatch):
-    """Beside them all is float32, so the logits are those of the rounded weights."""
+    """Beside them and the cache all is float32, so with a cache of float32 the logits are those of
+    the rounded weights.
+    """
     monkeypatch.setattr(tiles, "available", lambda: False)
     monkeypatch.setattr(vectors, "bfloat16_available", lambda: False)
     folder, original = model(name)
@@ -195,21 +197,40 @@ def test_bfloat16_weights_are_widened(name, model, hand, monkeypatch):
     for parameter in reference.parameters():
         if parameter.dim() == 2:  # norms and biases stay float32
             parameter.data = parameter.data.bfloat16().float()
-    if name == "gemma3":  # whose embedding's scale has the weights' type
+    if name == "gemma3-wide":  # whose embedding's scale has the weights' type
         embedding = reference.get_input_embeddings()
         embedding.embed_scale = embedding.embed_scale.bfloat16().float()
-    whole, s = hand(folder).runner.details(), hand(folder, dtype="bfloat16")
+    whole = hand(folder).runner.details()
+    for cache_dtype, share, tolerance in (("float32", 1, 1e-4), ("auto", 2, 0.06)):
+        s = hand(folder, dtype="bfloat16", kv_cache_dtype=cache_dtype)
+        details = s.runner.details()
+        attention = "vectors" if name.endswith("wide") else "portable"
+        assert (details["dtype"], details["attention"]) == ("bfloat16", attention)
+        assert details["linear"] == "bfloat16 weights, widened in vectors (AVX2)"
+        assert details["kv_cache_dtype"] == ("bfloat16" if share == 2 else "float32")
+        assert details["kv_cache_bytes"] * share == whole["kv_cache_bytes"]
+        s.enter(3, random_tokens(1, 40))
+        s.run({3: 40})
+        s.enter(0, random_tokens(2, 37))
+        s.run({0: 10, 3: 1})
+        s.run({0: 27, 3: 1})
+        s.run({0: 1, 3: 1})
+        check(s, reference, [0, 3], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_cache_of_another_type_than_the_models(name, model, hand):
+    folder, reference = model("qwen3-wide")
+    s = hand(folder, kv_cache_dtype=name)
     details = s.runner.details()
-    assert (details["dtype"], details["attention"]) == ("bfloat16", "portable")
-    assert details["linear"] == "bfloat16 weights, widened in vectors (AVX2)"
-    assert details["kv_cache_bytes"] == whole["kv_cache_bytes"]
-    s.enter(3, random_tokens(1, 40))
-    s.run({3: 40})
-    s.enter(0, random_tokens(2, 37))
-    s.run({0: 10, 3: 1})
-    s.run({0: 27, 3: 1})
-    s.run({0: 1, 3: 1})
-    check(s, reference, [0, 3])
+    assert (details["dtype"], details["kv_cache_dtype"]) == ("float32", name)
+    assert details["kv_cache_bytes"] * 2 == hand(folder).runner.details()["kv_cache_bytes"]
+    s.enter(1, random_tokens(4, 30))
+    s.run({1: 30})
+    s.run({1: 1})
+    check(s, reference, [1], tolerance=0.03 if name == "bfloat16" else 0.004)
+    with pytest.raises(AssertionError):  # but it isn't a cache of float32
+        check(s, reference, [1])
 
 
 def test_the_type_that_auto_means(monkeypatch):

@@ -163,6 +163,7 @@ def test_weights_of_another_model(bert, tmp_path):
     [
         ({"device": "fake", "num_threads": None}, "device = 'fake': embedding models run on cpu"),
         ({"quantization": "int8"}, "quantization = 'int8': embedding models have 'none' only"),
+        ({"kv_cache_dtype": "float32"}, "kv_cache_dtype = 'float32': embedding models have 'auto'"),
         ({"deterministic": True}, "deterministic = True: embedding models have False only"),
     ],
 )

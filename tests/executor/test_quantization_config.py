@@ -129,6 +129,14 @@ def test_pairs_that_cant_be(device, quantization, message):
         make_runner(config, None)  # refused before it is looked at
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_a_cache_of_more_bits_is_for_real_devices(name):
+    for device in ("cpu", "cuda"):
+        build(EngineConfig, {"device": device, "kv_cache_dtype": name})
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype = '{name}': .*'cpu' and 'cuda' have it"):
+        build(EngineConfig, {"device": "fake", "kv_cache_dtype": name})
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_a_cache_of_eight_bits_is_for_cuda_alone(device, name):

@@ -147,7 +147,7 @@ OTHER = {
     "memory_utilization": 0.25,
     "gpu_memory_utilization": 0.25,
     "enforce_eager": True,
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "float32",
     "enable_expert_parallel": True,
     "enable_eplb": True,
 }

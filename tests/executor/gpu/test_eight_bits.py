@@ -24,6 +24,9 @@ from kernels.gpu.devices import DEVICE
 
 from ringcast.executor.gpu import linears
 from ringcast.executor.gpu.runner import GpuModelRunner
+from ringcast.executor.gpu.schemes import choose_cache_dtype
+from ringcast.mq.config import EngineConfig, build
+from ringcast.mq.errors import ConfigError
 
 
 def logits(runner: GpuModelRunner) -> torch.Tensor:
@@ -125,6 +128,14 @@ def test_malformed_scales(what, tmp_path):
     change = put(f"{QUERY}.weight_scale", tensor)
     spec, _ = make_checkpoint(tmp_path, config, quantize, edit=change)
     refused(spec, f"{QUERY}.weight_scale", message, **BF16)
+
+
+def test_a_cache_of_more_bits_is_of_the_models_type():
+    config = build(EngineConfig, {"device": "cuda", "kv_cache_dtype": "bfloat16"})
+    assert choose_cache_dtype(config, torch.bfloat16, DEVICE) == torch.bfloat16
+    message = r"kv_cache_dtype = 'bfloat16': .* it is 'auto', the model's \('float16'\), 'fp8' or"
+    with pytest.raises(ConfigError, match=message):
+        choose_cache_dtype(config, torch.float16, DEVICE)
 
 
 @pytest.mark.usefixtures("references")
