@@ -9,7 +9,7 @@ from typing import Any
 
 from ..actors.connection import EngineConnection
 from ..mq.config import DEFAULT_MODEL, EngineConfig, ModelSpec, build
-from ..mq.errors import EngineDeadError, InvalidRequestError
+from ..mq.errors import ConfigError, EngineDeadError, InvalidRequestError
 from ..mq.messages import OutputSpec
 from ..mq.sampling_params import RequestOutputKind, SamplingParams
 from ..mq.supervision import Progress, Status
@@ -35,6 +35,11 @@ class AsyncLLM:
         self, model: str = DEFAULT_MODEL, *, on_progress: OnProgress | None = None, **options: Any
     ) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
+        if self.config.shutdown_timeout != EngineConfig().shutdown_timeout:
+            raise ConfigError(
+                f"shutdown_timeout = {self.config.shutdown_timeout}: it is for servers; "
+                "an engine of a program's own ends as soon as it is told to"
+            )
         self._on_progress = on_progress or _quiet
         self._spec: ModelSpec | None = None
         self._starting: asyncio.Task[None] | None = None

@@ -287,7 +287,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, description="seconds for all actors to become ready")
     ] = 600.0
     shutdown_timeout: Annotated[
-        float, Meta(ge=0, description="seconds that running requests get to end at SIGTERM")
+        float,
+        Meta(ge=0, description="seconds that a server's running requests get to end at SIGTERM"),
     ] = 30.0
     max_restarts: Annotated[
         int,

@@ -65,7 +65,8 @@ def _wait(count: Any, wanted: Any, left: Any, naps: Any) -> Any:
             offer_core()
         else:
             if read(left) != 0:
-                return LEFT
+                # It may have come this far just now, and left behind it.
+                return LEFT if read(count) < wanted else 0
             if tries > _SPINS + _OFFERS + naps:
                 return TOO_LATE
             _nap(np.uint32(NAP_MICROSECONDS))

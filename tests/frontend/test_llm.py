@@ -220,6 +220,8 @@ def test_options(connection: Any) -> None:
         LLM("m", max_len=5)
     with pytest.raises(ConfigError, match="block_size = 0"):
         LLM("m", block_size=0)
+    with pytest.raises(ConfigError, match=r"shutdown_timeout = 5\.0: it is for servers"):
+        LLM("m", shutdown_timeout=5)
     assert len(connection.launched) == 1
 
 
