@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -14,7 +13,7 @@ import msgspec
 from ..mq import supervision
 from .boot import Boot
 from .control import Control
-from .linux import describe_exit, memory_fd, signals_held
+from .linux import describe_exit, start_process
 
 
 class Child:
@@ -56,7 +55,8 @@ class Child:
         ours, theirs = Control.pair()
         try:
             boot = make_boot(theirs.fileno())
-            process = _start(boot, {theirs.fileno(), *fds})
+            order = msgspec.msgpack.encode(boot)
+            process = start_process("ringcast.actors.boot", order, {theirs.fileno(), *fds})
             try:
                 return cls(boot.actor, process, Control(ours, supervision.ActorToSupervisor))
             except BaseException:
@@ -94,13 +94,3 @@ class Child:
         if words is not None:
             return f"{error}: {words.error}", words.traceback, False
         return error, "", False
-
-
-def _start(boot: Boot, fds: Collection[int]) -> subprocess.Popen[bytes]:
-    boot_fd = memory_fd(msgspec.msgpack.encode(boot))
-    command = [sys.executable, "-P", "-m", "ringcast.actors.boot", str(boot_fd)]
-    try:
-        with signals_held():
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds={boot_fd, *fds})
-    finally:
-        os.close(boot_fd)

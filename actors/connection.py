@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..mq.errors import ConfigError, EngineDeadError
 from .control import Control
 from .embedded import Order
 from .links import Links
-from .linux import memory_fd, signals_held
+from .linux import start_process
 from .profiling import ProfileAsks
 from .status_asks import StatusAsks
 
@@ -64,19 +63,13 @@ class EngineConnection:
 
         Raises ConfigError or EngineDeadError, and then nothing is left.
         """
-        ours, theirs = Control.pair()
-        order = Order(engine=config, spec=spec, control_fd=theirs.fileno())
-        order_fd = memory_fd(msgspec.msgpack.encode(order))
-        command = [sys.executable, "-P", "-m", "ringcast.actors.embedded", str(order_fd)]
-        with signals_held():
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(order_fd, theirs.fileno())
-            )
-        os.close(order_fd)
-        theirs.close()
-        connection = cls(process, Control(ours, supervision.SupervisorToActor))
+        try:
+            process, control = _start(config, spec)
+        except OSError as error:
+            raise EngineDeadError(f"the engine's process can't be started: {error}") from error
+        connection = cls(process, control)
         connection._on_progress = on_progress
-        connection._loop.add_reader(ours.fileno(), connection._read_control)
+        connection._loop.add_reader(control.fileno(), connection._read_control)
         try:
             await connection._ready
         except BaseException:
@@ -218,3 +211,17 @@ class EngineConnection:
     def _fail_asks(self, error: str) -> None:
         self._status.fail(error)
         self._profiles.fail(error)
+
+
+def _start(config: EngineConfig, spec: ModelSpec) -> tuple[subprocess.Popen[bytes], Control]:
+    ours, theirs = Control.pair()
+    try:
+        order = Order(engine=config, spec=spec, control_fd=theirs.fileno())
+        encoded = msgspec.msgpack.encode(order)
+        process = start_process("ringcast.actors.embedded", encoded, {theirs.fileno()})
+        return process, Control(ours, supervision.SupervisorToActor)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()

@@ -7,7 +7,9 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +41,20 @@ def signals_held() -> Iterator[None]:
 
 def take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+
+
+def start_process(module: str, order: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
+    """A process that runs a module of ours, which finds `order` in the descriptor that its argument
+    names. fds: what else it inherits. Raises OSError where no descriptors, processes or memory are
+    left.
+    """
+    order_fd = memory_fd(order)
+    command = [sys.executable, "-P", "-m", module, str(order_fd)]
+    try:
+        with signals_held():
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds={order_fd, *fds})
+    finally:
+        os.close(order_fd)
 
 
 def allow_many_files() -> None:
