@@ -41,6 +41,29 @@ def available() -> bool:
     return bool(x86 and features.get("avx2") and features.get("fma") and features.get("f16c"))
 
 
+@functools.cache
+def _has_avx512() -> bool:
+    """Whether there are 32 registers of 512 bits, and not 16 of 256."""
+    return available() and bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+@functools.cache
+def most_wide_rows() -> int:
+    """How many rows `multiply_bfloat16` takes."""
+    return 12 if _has_avx512() else MOST_ROWS
+
+
+def _wide_strips(rows: int) -> list[int]:
+    """How many strips of 16 outputs are computed together, of an even number: as often as that goes
+    the first number, then the next. Sums of all rows stay in registers; and with AVX-512 no number
+    of x is for one product alone, which would be one whose operand is in memory: those have half
+    the rate.
+    """
+    if _has_avx512():
+        return [4, 2] if rows <= 6 else [2]
+    return [4, 2] if rows == 1 else [2] if rows == 2 else [1]
+
+
 def _vector(kind: ir.Type, lanes: int) -> ir.VectorType:
     return ir.VectorType(kind, lanes)
 
@@ -223,41 +246,84 @@ def multiply_elements(
     return _emit(types.void(*kinds), make)
 
 
-@intrinsic(prefer_literal=True)
-def multiply_bfloat16(typing_context, rows, strips, x, x_stride, w, w_stride, pairs, y, y_stride):
+@intrinsic
+def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pairs, y, y_stride):
     """y [rows, strips x 16] float32 from x float32 and `strips` times 16 outputs of a packed weight
-    (tiles.pack), w_stride bytes apart; 2 x pairs inputs. Strides are in bytes.
+    (tiles.pack), w_stride bytes apart; 2 x pairs inputs. At most most_wide_rows() rows, and an even
+    number of strips. Strides are in bytes.
 
     A bfloat16 is the high half of a float32, and of two inputs that lie together one is there.
     """
-    num_rows, num_strips = rows.literal_value, strips.literal_value
     real, whole = _vector(_F32, _OUTPUTS), _vector(_I32, _OUTPUTS)
 
-    def make(b, rows, strips, x, x_stride, w, w_stride, pairs, y, y_stride):
-        x_rows, w_strips = _places(b, x, x_stride, num_rows), _places(b, w, w_stride, num_strips)
+    def multiply(b, x_rows, w_strips, pairs, y_rows):
+        num_strips = len(w_strips)
 
         def turn(number, sums):
-            offset, sums = b.mul(number, _I64(8)), list(sums)
-            w_offset = b.mul(number, _I64(64))
-            for strip, place in enumerate(w_strips):
-                both = _load(b, b.add(place, w_offset), whole)
-                even = b.shl(both, _constant(_I32, _OUTPUTS, 16))
-                odd = b.and_(both, _constant(_I32, _OUTPUTS, 0xFFFF0000))
-                for i, bits in enumerate((even, odd)):
-                    weights = b.bitcast(bits, real)
-                    for row, own in enumerate(x_rows):
-                        value = _spread(b, _moved(b, b.add(own, offset), 4 * i), _F32, _OUTPUTS)
-                        n = row * num_strips + strip
-                        sums[n] = _fused(b, value, weights, sums[n])
+            offset, w_offset = b.mul(number, _I64(8)), b.mul(number, _I64(64))
+            sums = list(sums)
+
+            def value(row, i):
+                return _spread(b, _moved(b, b.add(x_rows[row], offset), 4 * i), _F32, _OUTPUTS)
+
+            def weights(strip, i):
+                both = _load(b, b.add(w_strips[strip], w_offset), whole)
+                if i:
+                    bits = b.and_(both, _constant(_I32, _OUTPUTS, 0xFFFF0000))
+                else:
+                    bits = b.shl(both, _constant(_I32, _OUTPUTS, 16))
+                return b.bitcast(bits, real)
+
+            # The fewer are held, and the others come one after the other.
+            if len(x_rows) < num_strips:
+                held = [[value(row, i) for row in range(len(x_rows))] for i in range(2)]
+                for strip in range(num_strips):
+                    for i in range(2):
+                        this = weights(strip, i)
+                        for row, other in enumerate(held[i]):
+                            n = row * num_strips + strip
+                            sums[n] = _fused(b, other, this, sums[n])
+            else:
+                for i in range(2):
+                    held = [weights(strip, i) for strip in range(num_strips)]
+                    for row in range(len(x_rows)):
+                        this = value(row, i)
+                        for strip, other in enumerate(held):
+                            n = row * num_strips + strip
+                            sums[n] = _fused(b, this, other, sums[n])
             return sums
 
-        zeros = [ir.Constant(real, None)] * (num_rows * num_strips)
+        zeros = [ir.Constant(real, None)] * (len(x_rows) * num_strips)
         sums = _repeat(b, pairs, zeros, turn)
-        for row, own in enumerate(_places(b, y, y_stride, num_rows)):
+        for row, own in enumerate(y_rows):
             for strip in range(num_strips):
                 _store(b, _moved(b, own, strip * 64), sums[row * num_strips + strip])
 
-    return _emit(types.void(rows, strips, *[_PLACE] * 7), make)
+    def make(b, rows, x, x_stride, w, w_stride, strips, pairs, y, y_stride):
+        after = b.append_basic_block("multiplied")
+        cases = b.switch(rows, after)
+        for num_rows in range(1, most_wide_rows() + 1):
+            case = b.append_basic_block(f"rows{num_rows}")
+            cases.add_case(_I64(num_rows), case)
+            b.position_at_end(case)
+            x_rows, done = _places(b, x, x_stride, num_rows), _I64(0)
+            for together in _wide_strips(num_rows):
+
+                def some(number, none, together=together, x_rows=x_rows, done=done):
+                    strip = b.add(done, b.mul(number, _I64(together)))
+                    w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, together)
+                    y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, len(x_rows))
+                    multiply(b, x_rows, w_strips, pairs, y_rows)
+                    return none
+
+                turns = b.sdiv(b.sub(strips, done), _I64(together))
+                with b.if_then(b.icmp_signed(">", turns, _I64(0))):
+                    _repeat(b, turns, [], some)
+                done = b.add(done, b.mul(turns, _I64(together)))
+            b.branch(after)
+        b.position_at_end(after)
+
+    return _emit(types.void(*[_PLACE] * 9), make)
 
 
 @intrinsic(prefer_literal=True)

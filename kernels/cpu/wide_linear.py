@@ -14,7 +14,7 @@ from . import blocks, vectors
 from .openmp import Chunks, Kernel
 from .scalars import pointer
 
-MOST_ROWS = 6  # that are computed together, in 12 of 16 registers
+MOST_ROWS = blocks.most_wide_rows()  # that are computed together
 CACHED_BYTES = 192 << 10  # of weights that stay in a second-level cache while all rows pass by
 _PAIR = 32  # outputs that a chunk of work is a multiple of
 
@@ -25,34 +25,6 @@ def wide_linear(
     """Reference. float32 [T, N], but for rounding."""
     y_TN = (x_TK.double() @ weight_NK.double().T).float()
     return y_TN if bias_N is None else y_TN + bias_N
-
-
-@njit(error_model="numpy")
-def _block(a, t, here, first, last):
-    """Rows t .. t + here by the strips first .. last of 16 outputs, an even number of them."""
-    stride, y_stride, w_stride = a.inner * 4, a.outer * 4, a.inner * 32
-    x, pairs, strip = a.x + t * stride, a.inner // 2, first
-    while strip < last:
-        w, y = a.weight + strip * w_stride, a.y + t * y_stride + strip * 64
-        if here == 1 and last - strip >= 4:
-            blocks.multiply_bfloat16(1, 4, x, stride, w, w_stride, pairs, y, y_stride)
-            strip += 4
-        elif here == 1:
-            blocks.multiply_bfloat16(1, 2, x, stride, w, w_stride, pairs, y, y_stride)
-            strip += 2
-        elif here == 2:
-            blocks.multiply_bfloat16(2, 2, x, stride, w, w_stride, pairs, y, y_stride)
-            strip += 2
-        else:
-            if here == 3:
-                blocks.multiply_bfloat16(3, 1, x, stride, w, w_stride, pairs, y, y_stride)
-            elif here == 4:
-                blocks.multiply_bfloat16(4, 1, x, stride, w, w_stride, pairs, y, y_stride)
-            elif here == 5:
-                blocks.multiply_bfloat16(5, 1, x, stride, w, w_stride, pairs, y, y_stride)
-            else:
-                blocks.multiply_bfloat16(6, 1, x, stride, w, w_stride, pairs, y, y_stride)
-            strip += 1
 
 
 @njit(error_model="numpy")
@@ -74,7 +46,17 @@ def _wide_linear(p, chunk, chunks):
         t, left = 0, -(-rows // MOST_ROWS)
         while left:
             here = -(-(rows - t) // left)
-            _block(a, t, here, 2 * first, 2 * end)
+            blocks.multiply_bfloat16(
+                here,
+                a.x + t * a.inner * 4,
+                a.inner * 4,
+                a.weight + first * a.inner * 64,
+                a.inner * 32,
+                2 * (end - first),
+                a.inner // 2,
+                a.y + (t * a.outer + first * 32) * 4,
+                a.outer * 4,
+            )
             t += here
             left -= 1
         if a.bias:
