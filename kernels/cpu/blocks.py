@@ -5,9 +5,10 @@ and all of it is made by one function for each kind of weight.
 A row's sum is made in the order of its inputs, by the same steps in the code for every number of
 rows: the number of rows doesn't change its bits.
 
-`multiply_elements` and `multiply_bfloat16` are plain arithmetic; the others need instructions of
-AVX2:
+`multiply_elements` and `multiply_bfloat16` are plain arithmetic; the others need instructions, of
+AVX2, but for bytes:
 
+    bytes   fours of unsigned by signed ones are added up to int32 (vpdpbusd of AVX-512 with VNNI)
     words   pairs of int16 are multiplied and added up to int32 (vpmaddwd)
     halves  pairs of bytes, unsigned by signed, to int16 (vpmaddubsw), which saturates. A half of a
             byte is at most 15, so a pair comes to 3,810 at most, and the eight of a group fit.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -30,6 +31,7 @@ _F32 = ir.FloatType()
 _OUTPUTS = 16
 _HALF_OUTPUTS = 8  # what a register of AVX2 has
 MOST_ROWS = 6  # whose sums stay in 12 of 16 registers
+MOST_BYTE_ROWS = 12  # likewise in 24 of AVX-512's 32
 _PLACE = types.int64
 
 
@@ -130,6 +132,21 @@ def _repeat(
     return results
 
 
+def _by_rows(
+    b: ir.IRBuilder, rows: ir.Value, numbers: Iterable[int], make: Callable[[int], None]
+) -> None:
+    """What `make` makes for the number that `rows` is."""
+    after = b.append_basic_block("multiplied")
+    cases = b.switch(rows, after)
+    for number in numbers:
+        case = b.append_basic_block(f"rows{number}")
+        cases.add_case(_I64(number), case)
+        b.position_at_end(case)
+        make(number)
+        b.branch(after)
+    b.position_at_end(after)
+
+
 def _places(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
     return [b.add(first, b.mul(stride, _I64(i))) for i in range(count)]
 
@@ -221,16 +238,11 @@ def multiply_elements(
     def make(
         b, rows, x, x_stride, x_one, w, w_stride, w_step, w_one, inputs, strips, y, y_stride, adds
     ):
-        after = b.append_basic_block("multiplied")
-        cases = b.switch(rows, after)
-        for num_rows in range(1, MOST_ROWS + 1):
-            case = b.append_basic_block(f"rows{num_rows}")
-            cases.add_case(_I64(num_rows), case)
-            b.position_at_end(case)
+        def case(num_rows):
             num_strips = 2 if num_rows * 2 <= MOST_ROWS else 1
             x_rows = _places(b, x, x_stride, num_rows)
 
-            def some(number, none, num_rows=num_rows, num_strips=num_strips, x_rows=x_rows):
+            def some(number, none):
                 strip = b.mul(number, _I64(num_strips))
                 w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, num_strips)
                 y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
@@ -238,8 +250,8 @@ def multiply_elements(
                 return none
 
             _repeat(b, b.sdiv(strips, _I64(num_strips)), [], some)
-            b.branch(after)
-        b.position_at_end(after)
+
+        _by_rows(b, rows, range(1, MOST_ROWS + 1), case)
 
     numbers = [_PLACE] * 4
     kinds = [*numbers[:3], x_like, *numbers[:3], w_like, *numbers, adds]
@@ -300,19 +312,14 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
                 _store(b, _moved(b, own, strip * 64), sums[row * num_strips + strip])
 
     def make(b, rows, x, x_stride, w, w_stride, strips, pairs, y, y_stride):
-        after = b.append_basic_block("multiplied")
-        cases = b.switch(rows, after)
-        for num_rows in range(1, most_wide_rows() + 1):
-            case = b.append_basic_block(f"rows{num_rows}")
-            cases.add_case(_I64(num_rows), case)
-            b.position_at_end(case)
+        def case(num_rows):
             x_rows, done = _places(b, x, x_stride, num_rows), _I64(0)
             for together in _wide_strips(num_rows):
 
-                def some(number, none, together=together, x_rows=x_rows, done=done):
+                def some(number, none, together=together, done=done):
                     strip = b.add(done, b.mul(number, _I64(together)))
                     w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, together)
-                    y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, len(x_rows))
+                    y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
                     multiply(b, x_rows, w_strips, pairs, y_rows)
                     return none
 
@@ -320,10 +327,44 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
                 with b.if_then(b.icmp_signed(">", turns, _I64(0))):
                     _repeat(b, turns, [], some)
                 done = b.add(done, b.mul(turns, _I64(together)))
-            b.branch(after)
-        b.position_at_end(after)
+
+        _by_rows(b, rows, range(1, most_wide_rows() + 1), case)
 
     return _emit(types.void(*[_PLACE] * 9), make)
+
+
+@intrinsic
+def multiply_bytes(typing_context, rows, x, x_stride, w, w_stride, fours, out):
+    """out [rows, 2, 16] int32 from signed bytes x and twice 16 outputs of a weight of unsigned
+    bytes [fours, 16, 4], w_stride bytes apart. An even number of rows, at most MOST_BYTE_ROWS.
+    """
+    whole = _vector(_I32, _OUTPUTS)
+
+    def make(b, rows, x, x_stride, w, w_stride, fours, out):
+        strips = _places(b, w, w_stride, 2)
+
+        def case(num_rows):
+            x_rows = _places(b, x, x_stride, num_rows)
+
+            def turn(number, sums):
+                x_offset, w_offset = b.mul(number, _I64(4)), b.mul(number, _I64(64))
+                weights = [_load(b, b.add(place, w_offset), whole) for place in strips]
+                sums = list(sums)
+                for row, own in enumerate(x_rows):
+                    four = _spread(b, b.add(own, x_offset), _I32, _OUTPUTS)
+                    for strip, this in enumerate(weights):
+                        n = 2 * row + strip
+                        name = "llvm.x86.avx512.vpdpbusd.512"
+                        sums[n] = _call(b, name, whole, sums[n], this, four)
+                return sums
+
+            zeros = [ir.Constant(whole, None)] * (2 * num_rows)
+            for n, value in enumerate(_repeat(b, fours, zeros, turn)):
+                _store(b, _moved(b, out, n * 64), value)
+
+        _by_rows(b, rows, range(2, MOST_BYTE_ROWS + 1, 2), case)
+
+    return _emit(types.void(*[_PLACE] * 7), make)
 
 
 @intrinsic(prefer_literal=True)

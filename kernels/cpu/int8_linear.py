@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from . import tiles, vectors
+from . import blocks, tiles, vectors
 from .openmp import Chunks, Kernel, thread_number
 from .quantize import LOW, OFFSET
 from .scalars import pointer
@@ -21,7 +21,8 @@ F32 = np.float32(0)
 I32 = np.int32(0)
 
 STRIP = 32  # outputs that are computed together
-SOME_ROWS = 16  # of x, in two times as many rows of bytes, that are computed together
+SOME_ROWS = 16  # of x, in two times as many rows of bytes, that tiles compute together
+VECTOR_ROWS = blocks.MOST_BYTE_ROWS // 2  # likewise vectors
 CACHED_BYTES = 512 << 10  # of weights that stay in a second-level cache while all rows pass by
 SCRATCH_BYTES = SOME_ROWS * 2 * STRIP * 4  # for each thread
 
@@ -134,50 +135,6 @@ def _int8_tile_linear(p, chunk, chunks):
     tiles.release()
 
 
-@njit(error_model="numpy")
-def _vectors_4(x, w, results, inner):
-    """Four rows of bytes: eight vectors accumulate. w: two blocks of 16 outputs, one after the
-    other.
-    """
-    a0, a1, b0, b1 = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
-    c0, c1, d0, d1 = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
-    for k in range(0, inner, 4):
-        w0 = vectors.load(w + k * 16)
-        w1 = vectors.load(w + (inner + k) * 16)
-        a = vectors.broadcast(x + k)
-        b = vectors.broadcast(x + inner + k)
-        c = vectors.broadcast(x + 2 * inner + k)
-        d = vectors.broadcast(x + 3 * inner + k)
-        a0, a1 = vectors.add_products(a0, w0, a), vectors.add_products(a1, w1, a)
-        b0, b1 = vectors.add_products(b0, w0, b), vectors.add_products(b1, w1, b)
-        c0, c1 = vectors.add_products(c0, w0, c), vectors.add_products(c1, w1, c)
-        d0, d1 = vectors.add_products(d0, w0, d), vectors.add_products(d1, w1, d)
-    vectors.store(results, a0)
-    vectors.store(results + 64, a1)
-    vectors.store(results + 128, b0)
-    vectors.store(results + 192, b1)
-    vectors.store(results + 256, c0)
-    vectors.store(results + 320, c1)
-    vectors.store(results + 384, d0)
-    vectors.store(results + 448, d1)
-
-
-@njit(error_model="numpy")
-def _vectors_2(x, w, results, inner):
-    """Two rows of bytes."""
-    a0, a1, b0, b1 = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
-    for k in range(0, inner, 4):
-        w0 = vectors.load(w + k * 16)
-        w1 = vectors.load(w + (inner + k) * 16)
-        a, b = vectors.broadcast(x + k), vectors.broadcast(x + inner + k)
-        a0, a1 = vectors.add_products(a0, w0, a), vectors.add_products(a1, w1, a)
-        b0, b1 = vectors.add_products(b0, w0, b), vectors.add_products(b1, w1, b)
-    vectors.store(results, a0)
-    vectors.store(results + 64, a1)
-    vectors.store(results + 128, b0)
-    vectors.store(results + 192, b1)
-
-
 def _int8_vector_linear(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows = carray(pointer(a.rows, a.rows), (1,))[0]
@@ -186,15 +143,16 @@ def _int8_vector_linear(p, chunk, chunks):
     results = _scratch(a)
     while first < last:
         end = min(first + some, last)
-        for t in range(0, rows, 2):
-            here, x = min(rows - t, 2), a.x + t * 2 * a.inner
+        t, left = 0, -(-rows // VECTOR_ROWS)
+        while left:
+            here = -(-(rows - t) // left)
             for strip in range(first, end):
-                w = a.weight + strip * a.inner * STRIP
-                if here == 2:
-                    _vectors_4(x, w, results, a.inner)
-                else:
-                    _vectors_2(x, w, results, a.inner)
+                x, w = a.x + t * 2 * a.inner, a.weight + strip * a.inner * STRIP
+                stride = a.inner
+                blocks.multiply_bytes(2 * here, x, stride, w, stride * 16, stride // 4, results)
                 _finish(a, t, here, strip, results)
+            t += here
+            left -= 1
         first = end
 
 

@@ -201,7 +201,7 @@ def test_weights_that_have_four_bits_are_kept():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 70])
+@pytest.mark.parametrize("rows", [*range(1, 10), 16, 17, 33, 70])
 @pytest.mark.parametrize(
     ("outer", "inner", "bias"), [(64, 64, False), (33, 50, True), (500, 1500, True)]
 )
