@@ -195,14 +195,12 @@ def multiply_elements(
     side, those for the next w_step bytes on, and the next strip's w_stride bytes on. Strides are in
     bytes.
     """
-    lanes, does_add = _HALF_OUTPUTS, adds.literal_value
+    lanes, does_add = (_OUTPUTS if _has_avx512() else _HALF_OUTPUTS), adds.literal_value
     real, every = _vector(_F32, lanes), _constant(_I32, lanes, 0)
 
     def multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows):
-        halves = [(strip, half) for strip in range(num_strips) for half in range(2)]
-        places = [
-            _moved(b, own, strip * 64 + half * 32) for own in y_rows for strip, half in halves
-        ]
+        parts = [(strip, i) for strip in range(num_strips) for i in range(0, _OUTPUTS, lanes)]
+        places = [_moved(b, own, strip * 64 + 4 * i) for own in y_rows for strip, i in parts]
 
         def turn(number, sums):
             x_offset, w_offset = b.mul(number, _I64(_bytes(x_like))), b.mul(number, w_step)
@@ -212,20 +210,20 @@ def multiply_elements(
                 one = _widened(b, b.add(x_rows[row], x_offset), x_like, 1)
                 return b.shuffle_vector(one, one, every)
 
-            def weights(i):
-                strip, half = halves[i]
-                place = _moved(b, b.add(w_strips[strip], w_offset), half * lanes * _bytes(w_like))
+            def weights(part):
+                strip, i = parts[part]
+                place = _moved(b, b.add(w_strips[strip], w_offset), i * _bytes(w_like))
                 return _widened(b, place, w_like, lanes)
 
             # The fewer are held, and the others come one after the other.
-            outer, inner = (value, weights) if num_rows > len(halves) else (weights, value)
-            counts = sorted([num_rows, len(halves)])
+            outer, inner = (value, weights) if num_rows > len(parts) else (weights, value)
+            counts = sorted([num_rows, len(parts)])
             held = [inner(j) for j in range(counts[0])]
             for i in range(counts[1]):
                 this = outer(i)
                 for j, other in enumerate(held):
-                    row, half = (i, j) if outer is value else (j, i)
-                    n = row * len(halves) + half
+                    row, part = (i, j) if outer is value else (j, i)
+                    n = row * len(parts) + part
                     sums[n] = _fused(b, this, other, sums[n])
             return sums
 
@@ -239,7 +237,7 @@ def multiply_elements(
         b, rows, x, x_stride, x_one, w, w_stride, w_step, w_one, inputs, strips, y, y_stride, adds
     ):
         def case(num_rows):
-            num_strips = 2 if num_rows * 2 <= MOST_ROWS else 1
+            num_strips = 2 if _has_avx512() or num_rows * 2 <= MOST_ROWS else 1
             x_rows = _places(b, x, x_stride, num_rows)
 
             def some(number, none):
