@@ -11,14 +11,14 @@ AVX2, but for bytes:
     bytes   fours of unsigned by signed ones are added up to int32 (vpdpbusd of AVX-512 with VNNI)
     words   pairs of int16 are multiplied and added up to int32 (vpmaddwd)
     halves  pairs of bytes, unsigned by signed, to int16 (vpmaddubsw), which saturates. A half of a
-            byte is at most 15, so a pair comes to 3,810 at most, and the eight of a group fit.
+            byte is at most 15, so a pair comes to 3,810 at most, and the eight of a group fit. With
+            VNNI as bytes (multiply_halves_512).
 """
 
 from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -26,12 +26,28 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .emit import (
+    by_rows,
+    call,
+    constant,
+    emit,
+    fused,
+    load,
+    moved,
+    places,
+    repeat,
+    spread,
+    store,
+    vector,
+)
+
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _OUTPUTS = 16
 _HALF_OUTPUTS = 8  # what a register of AVX2 has
 MOST_ROWS = 6  # whose sums stay in 12 of 16 registers
 MOST_BYTE_ROWS = 12  # likewise in 24 of AVX-512's 32
+MOST_HALVES_ROWS = 4
 _PLACE = types.int64
 
 
@@ -66,107 +82,14 @@ def _wide_strips(rows: int) -> list[int]:
     return [4, 2] if rows == 1 else [2] if rows == 2 else [1]
 
 
-def _vector(kind: ir.Type, lanes: int) -> ir.VectorType:
-    return ir.VectorType(kind, lanes)
-
-
-def _constant(kind: ir.Type, lanes: int, value: int) -> ir.Constant:
-    return ir.Constant(_vector(kind, lanes), [value] * lanes)
-
-
-def _moved(b: ir.IRBuilder, place: ir.Value, offset: int) -> ir.Value:
-    return b.add(place, _I64(offset)) if offset else place
-
-
-def _load(b: ir.IRBuilder, place: ir.Value, kind: ir.Type) -> ir.Value:
-    return b.load(b.inttoptr(place, kind.as_pointer()), align=1)
-
-
-def _store(b: ir.IRBuilder, place: ir.Value, value: ir.Value) -> None:
-    b.store(value, b.inttoptr(place, value.type.as_pointer()), align=1)
-
-
-def _part(b: ir.IRBuilder, value: ir.Value, first: int, lanes: int) -> ir.Value:
-    places = ir.Constant(_vector(_I32, lanes), [*range(first, first + lanes)])
-    return b.shuffle_vector(value, value, places)
-
-
-def _spread(b: ir.IRBuilder, place: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
-    """What is at this address in every lane."""
-    undefined = ir.Constant(_vector(kind, lanes), ir.Undefined)
-    first = b.insert_element(undefined, _load(b, place, kind), _I32(0))
-    return b.shuffle_vector(first, undefined, _constant(_I32, lanes, 0))
-
-
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(result, [value.type for value in values])
-    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    return b.call(function, values)
-
-
-def _fused(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    """x * y + z, rounded once."""
-    return _call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
-
-
-def _repeat(
-    b: ir.IRBuilder,
-    times: ir.Value,
-    values: list[ir.Value],
-    turn: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
-) -> list[ir.Value]:
-    """`values` after `times` (1 or more) turns, each of which gets its number."""
-    before, again = b.block, b.append_basic_block("turn")
-    after = b.append_basic_block("after")
-    b.branch(again)
-    b.position_at_end(again)
-    number, kept = b.phi(_I64), [b.phi(value.type) for value in values]
-    results = turn(number, list(kept))
-    following, last = b.add(number, _I64(1)), b.block
-    starts, ends = [_I64(0), *values], [following, *results]
-    for phi, start, end in zip([number, *kept], starts, ends, strict=True):
-        phi.add_incoming(start, before)
-        phi.add_incoming(end, last)
-    b.cbranch(b.icmp_signed("<", following, times), again, after)
-    b.position_at_end(after)
-    return results
-
-
-def _by_rows(
-    b: ir.IRBuilder, rows: ir.Value, numbers: Iterable[int], make: Callable[[int], None]
-) -> None:
-    """What `make` makes for the number that `rows` is."""
-    after = b.append_basic_block("multiplied")
-    cases = b.switch(rows, after)
-    for number in numbers:
-        case = b.append_basic_block(f"rows{number}")
-        cases.add_case(_I64(number), case)
-        b.position_at_end(case)
-        make(number)
-        b.branch(after)
-    b.position_at_end(after)
-
-
-def _places(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
-    return [b.add(first, b.mul(stride, _I64(i))) for i in range(count)]
-
-
-def _emit(signature: Any, make: Callable[..., None]) -> Any:
-    def generate(context, builder, signature, args):
-        make(builder, *args)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
 def _widened(b: ir.IRBuilder, place: ir.Value, element: Any, lanes: int) -> ir.Value:
     """So many elements (scalars.py) at this address, as float32."""
     if element == types.float32:
-        return _load(b, place, _vector(_F32, lanes))
+        return load(b, place, vector(_F32, lanes))
     if element == types.int16:
-        return b.fpext(_load(b, place, _vector(ir.HalfType(), lanes)), _vector(_F32, lanes))
-    bits = b.zext(_load(b, place, _vector(_I16, lanes)), _vector(_I32, lanes))
-    return b.bitcast(b.shl(bits, _constant(_I32, lanes, 16)), _vector(_F32, lanes))
+        return b.fpext(load(b, place, vector(ir.HalfType(), lanes)), vector(_F32, lanes))
+    bits = b.zext(load(b, place, vector(_I16, lanes)), vector(_I32, lanes))
+    return b.bitcast(b.shl(bits, constant(_I32, lanes, 16)), vector(_F32, lanes))
 
 
 def _bytes(element: Any) -> int:
@@ -196,11 +119,11 @@ def multiply_elements(
     bytes.
     """
     lanes, does_add = (_OUTPUTS if _has_avx512() else _HALF_OUTPUTS), adds.literal_value
-    real, every = _vector(_F32, lanes), _constant(_I32, lanes, 0)
+    real, every = vector(_F32, lanes), constant(_I32, lanes, 0)
 
     def multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows):
         parts = [(strip, i) for strip in range(num_strips) for i in range(0, _OUTPUTS, lanes)]
-        places = [_moved(b, own, strip * 64 + 4 * i) for own in y_rows for strip, i in parts]
+        places = [moved(b, own, strip * 64 + 4 * i) for own in y_rows for strip, i in parts]
 
         def turn(number, sums):
             x_offset, w_offset = b.mul(number, _I64(_bytes(x_like))), b.mul(number, w_step)
@@ -212,7 +135,7 @@ def multiply_elements(
 
             def weights(part):
                 strip, i = parts[part]
-                place = _moved(b, b.add(w_strips[strip], w_offset), i * _bytes(w_like))
+                place = moved(b, b.add(w_strips[strip], w_offset), i * _bytes(w_like))
                 return _widened(b, place, w_like, lanes)
 
             # The fewer are held, and the others come one after the other.
@@ -224,36 +147,34 @@ def multiply_elements(
                 for j, other in enumerate(held):
                     row, part = (i, j) if outer is value else (j, i)
                     n = row * len(parts) + part
-                    sums[n] = _fused(b, this, other, sums[n])
+                    sums[n] = fused(b, this, other, sums[n])
             return sums
 
-        starts = [
-            _load(b, place, real) if does_add else ir.Constant(real, None) for place in places
-        ]
-        for place, value in zip(places, _repeat(b, inputs, starts, turn), strict=True):
-            _store(b, place, value)
+        starts = [load(b, place, real) if does_add else ir.Constant(real, None) for place in places]
+        for place, value in zip(places, repeat(b, inputs, starts, turn), strict=True):
+            store(b, place, value)
 
     def make(
         b, rows, x, x_stride, x_one, w, w_stride, w_step, w_one, inputs, strips, y, y_stride, adds
     ):
         def case(num_rows):
             num_strips = 2 if _has_avx512() or num_rows * 2 <= MOST_ROWS else 1
-            x_rows = _places(b, x, x_stride, num_rows)
+            x_rows = places(b, x, x_stride, num_rows)
 
             def some(number, none):
                 strip = b.mul(number, _I64(num_strips))
-                w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, num_strips)
-                y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
+                w_strips = places(b, b.add(w, b.mul(strip, w_stride)), w_stride, num_strips)
+                y_rows = places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
                 multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows)
                 return none
 
-            _repeat(b, b.sdiv(strips, _I64(num_strips)), [], some)
+            repeat(b, b.sdiv(strips, _I64(num_strips)), [], some)
 
-        _by_rows(b, rows, range(1, MOST_ROWS + 1), case)
+        by_rows(b, rows, range(1, MOST_ROWS + 1), case)
 
     numbers = [_PLACE] * 4
     kinds = [*numbers[:3], x_like, *numbers[:3], w_like, *numbers, adds]
-    return _emit(types.void(*kinds), make)
+    return emit(types.void(*kinds), make)
 
 
 @intrinsic
@@ -264,7 +185,7 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
 
     A bfloat16 is the high half of a float32, and of two inputs that lie together one is there.
     """
-    real, whole = _vector(_F32, _OUTPUTS), _vector(_I32, _OUTPUTS)
+    real, whole = vector(_F32, _OUTPUTS), vector(_I32, _OUTPUTS)
 
     def multiply(b, x_rows, w_strips, pairs, y_rows):
         num_strips = len(w_strips)
@@ -274,14 +195,14 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
             sums = list(sums)
 
             def value(row, i):
-                return _spread(b, _moved(b, b.add(x_rows[row], offset), 4 * i), _F32, _OUTPUTS)
+                return spread(b, moved(b, b.add(x_rows[row], offset), 4 * i), _F32, _OUTPUTS)
 
             def weights(strip, i):
-                both = _load(b, b.add(w_strips[strip], w_offset), whole)
+                both = load(b, b.add(w_strips[strip], w_offset), whole)
                 if i:
-                    bits = b.and_(both, _constant(_I32, _OUTPUTS, 0xFFFF0000))
+                    bits = b.and_(both, constant(_I32, _OUTPUTS, 0xFFFF0000))
                 else:
-                    bits = b.shl(both, _constant(_I32, _OUTPUTS, 16))
+                    bits = b.shl(both, constant(_I32, _OUTPUTS, 16))
                 return b.bitcast(bits, real)
 
             # The fewer are held, and the others come one after the other.
@@ -292,7 +213,7 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
                         this = weights(strip, i)
                         for row, other in enumerate(held[i]):
                             n = row * num_strips + strip
-                            sums[n] = _fused(b, other, this, sums[n])
+                            sums[n] = fused(b, other, this, sums[n])
             else:
                 for i in range(2):
                     held = [weights(strip, i) for strip in range(num_strips)]
@@ -300,35 +221,35 @@ def multiply_bfloat16(typing_context, rows, x, x_stride, w, w_stride, strips, pa
                         this = value(row, i)
                         for strip, other in enumerate(held):
                             n = row * num_strips + strip
-                            sums[n] = _fused(b, this, other, sums[n])
+                            sums[n] = fused(b, this, other, sums[n])
             return sums
 
         zeros = [ir.Constant(real, None)] * (len(x_rows) * num_strips)
-        sums = _repeat(b, pairs, zeros, turn)
+        sums = repeat(b, pairs, zeros, turn)
         for row, own in enumerate(y_rows):
             for strip in range(num_strips):
-                _store(b, _moved(b, own, strip * 64), sums[row * num_strips + strip])
+                store(b, moved(b, own, strip * 64), sums[row * num_strips + strip])
 
     def make(b, rows, x, x_stride, w, w_stride, strips, pairs, y, y_stride):
         def case(num_rows):
-            x_rows, done = _places(b, x, x_stride, num_rows), _I64(0)
+            x_rows, done = places(b, x, x_stride, num_rows), _I64(0)
             for together in _wide_strips(num_rows):
 
                 def some(number, none, together=together, done=done):
                     strip = b.add(done, b.mul(number, _I64(together)))
-                    w_strips = _places(b, b.add(w, b.mul(strip, w_stride)), w_stride, together)
-                    y_rows = _places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
+                    w_strips = places(b, b.add(w, b.mul(strip, w_stride)), w_stride, together)
+                    y_rows = places(b, b.add(y, b.mul(strip, _I64(64))), y_stride, num_rows)
                     multiply(b, x_rows, w_strips, pairs, y_rows)
                     return none
 
                 turns = b.sdiv(b.sub(strips, done), _I64(together))
                 with b.if_then(b.icmp_signed(">", turns, _I64(0))):
-                    _repeat(b, turns, [], some)
+                    repeat(b, turns, [], some)
                 done = b.add(done, b.mul(turns, _I64(together)))
 
-        _by_rows(b, rows, range(1, most_wide_rows() + 1), case)
+        by_rows(b, rows, range(1, most_wide_rows() + 1), case)
 
-    return _emit(types.void(*[_PLACE] * 9), make)
+    return emit(types.void(*[_PLACE] * 9), make)
 
 
 @intrinsic
@@ -336,33 +257,33 @@ def multiply_bytes(typing_context, rows, x, x_stride, w, w_stride, fours, out):
     """out [rows, 2, 16] int32 from signed bytes x and twice 16 outputs of a weight of unsigned
     bytes [fours, 16, 4], w_stride bytes apart. An even number of rows, at most MOST_BYTE_ROWS.
     """
-    whole = _vector(_I32, _OUTPUTS)
+    whole = vector(_I32, _OUTPUTS)
 
     def make(b, rows, x, x_stride, w, w_stride, fours, out):
-        strips = _places(b, w, w_stride, 2)
+        strips = places(b, w, w_stride, 2)
 
         def case(num_rows):
-            x_rows = _places(b, x, x_stride, num_rows)
+            x_rows = places(b, x, x_stride, num_rows)
 
             def turn(number, sums):
                 x_offset, w_offset = b.mul(number, _I64(4)), b.mul(number, _I64(64))
-                weights = [_load(b, b.add(place, w_offset), whole) for place in strips]
+                weights = [load(b, b.add(place, w_offset), whole) for place in strips]
                 sums = list(sums)
                 for row, own in enumerate(x_rows):
-                    four = _spread(b, b.add(own, x_offset), _I32, _OUTPUTS)
+                    four = spread(b, b.add(own, x_offset), _I32, _OUTPUTS)
                     for strip, this in enumerate(weights):
                         n = 2 * row + strip
                         name = "llvm.x86.avx512.vpdpbusd.512"
-                        sums[n] = _call(b, name, whole, sums[n], this, four)
+                        sums[n] = call(b, name, whole, sums[n], this, four)
                 return sums
 
             zeros = [ir.Constant(whole, None)] * (2 * num_rows)
-            for n, value in enumerate(_repeat(b, fours, zeros, turn)):
-                _store(b, _moved(b, out, n * 64), value)
+            for n, value in enumerate(repeat(b, fours, zeros, turn)):
+                store(b, moved(b, out, n * 64), value)
 
-        _by_rows(b, rows, range(2, MOST_BYTE_ROWS + 1, 2), case)
+        by_rows(b, rows, range(2, MOST_BYTE_ROWS + 1, 2), case)
 
-    return _emit(types.void(*[_PLACE] * 7), make)
+    return emit(types.void(*[_PLACE] * 7), make)
 
 
 @intrinsic(prefer_literal=True)
@@ -371,11 +292,11 @@ def multiply_words(typing_context, rows, strips, x, x_stride, w, w_stride, pairs
     bytes [pairs, 16, 2], w_stride bytes apart.
     """
     num_rows, num_strips = rows.literal_value, strips.literal_value
-    lanes, words = 2 * _HALF_OUTPUTS, _vector(_I16, 2 * _HALF_OUTPUTS)
-    whole = _vector(_I32, _HALF_OUTPUTS)
+    lanes, words = 2 * _HALF_OUTPUTS, vector(_I16, 2 * _HALF_OUTPUTS)
+    whole = vector(_I32, _HALF_OUTPUTS)
 
     def make(b, rows, strips, x, x_stride, w, w_stride, pairs, out):
-        x_rows, w_strips = _places(b, x, x_stride, num_rows), _places(b, w, w_stride, num_strips)
+        x_rows, w_strips = places(b, x, x_stride, num_rows), places(b, w, w_stride, num_strips)
 
         def turn(number, sums):
             sums = list(sums)
@@ -383,94 +304,141 @@ def multiply_words(typing_context, rows, strips, x, x_stride, w, w_stride, pairs
             for strip, place in enumerate(w_strips):
                 parts = []
                 for half in range(2):
-                    there = _moved(b, b.add(place, w_offset), half * 16)
-                    parts.append(b.sext(_load(b, there, _vector(_I8, lanes)), words))
+                    there = moved(b, b.add(place, w_offset), half * 16)
+                    parts.append(b.sext(load(b, there, vector(_I8, lanes)), words))
                 for row, own in enumerate(x_rows):
-                    pair = _spread(b, b.add(own, x_offset), _I32, _HALF_OUTPUTS)
+                    pair = spread(b, b.add(own, x_offset), _I32, _HALF_OUTPUTS)
                     pair = b.bitcast(pair, words)
                     for half, weights in enumerate(parts):
                         n = (row * num_strips + strip) * 2 + half
-                        product = _call(b, "llvm.x86.avx2.pmadd.wd", whole, weights, pair)
+                        product = call(b, "llvm.x86.avx2.pmadd.wd", whole, weights, pair)
                         sums[n] = b.add(sums[n], product)
             return sums
 
         zeros = [ir.Constant(whole, None)] * (num_rows * num_strips * 2)
-        for n, value in enumerate(_repeat(b, pairs, zeros, turn)):
-            _store(b, _moved(b, out, n * 32), value)
+        for n, value in enumerate(repeat(b, pairs, zeros, turn)):
+            store(b, moved(b, out, n * 32), value)
 
-    return _emit(types.void(rows, strips, *[_PLACE] * 6), make)
+    return emit(types.void(rows, strips, *[_PLACE] * 6), make)
 
 
-@intrinsic(prefer_literal=True)
-def multiply_halves(
-    typing_context, rows, x, x_stride, scales, totals, stride, w, groups, num_groups, out
-):
-    """out [rows, 16] float32: the groups' sums of int4_linear.py, added up by the same steps as
-    there. x int8, x_stride bytes a row; scales and totals of its groups, `stride` bytes a row; w
-    and groups of 16 outputs.
+class _Halves:
+    """How halves of bytes are multiplied, for some strips of 16 outputs together.
+
+    sum: of a vector of fours of unsigned bytes by signed ones, added to what there is.
+    finish: such a sum as int32.
     """
-    num_rows, halves = rows.literal_value, range(2)
-    lanes = 4 * _HALF_OUTPUTS
-    small, words = _vector(_I8, lanes), _vector(_I16, 2 * _HALF_OUTPUTS)
-    whole, real = _vector(_I32, _HALF_OUTPUTS), _vector(_F32, _HALF_OUTPUTS)
-    ones, low = _constant(_I16, 2 * _HALF_OUTPUTS, 1), _constant(_I8, lanes, 15)
 
-    def make(b, rows, x, x_stride, scales, totals, stride, w, groups, num_groups, out):
-        x_rows = _places(b, x, x_stride, num_rows)
-        scale_rows = _places(b, scales, stride, num_rows)
-        total_rows = _places(b, totals, stride, num_rows)
+    strips = 1
+    lanes = _HALF_OUTPUTS
 
-        def unpack(place):
-            """Inputs 8i .. 8i + 3, then the next four, each for both halves of the outputs."""
-            both = [_load(b, _moved(b, place, 32 * half), small) for half in halves]
-            shifted = [
-                b.lshr(b.bitcast(value, words), _constant(_I16, 2 * _HALF_OUTPUTS, 4))
-                for value in both
-            ]
-            return [
-                [b.and_(value, low) for value in both],
-                [b.and_(b.bitcast(value, small), low) for value in shifted],
-            ]
+    def __init__(self, b: ir.IRBuilder) -> None:
+        self.b = b
+        self.whole, self.real = vector(_I32, self.lanes), vector(_F32, self.lanes)
+        self.small, self.words = vector(_I8, 4 * self.lanes), vector(_I16, 2 * self.lanes)
+        self.parts = [(s, i) for s in range(self.strips) for i in range(0, _OUTPUTS, self.lanes)]
 
-        def turn(number, results):
-            results, sums = list(results), {}
-            x_offset, offset = b.mul(number, _I64(32)), b.mul(number, _I64(4))
-            place = b.add(w, b.mul(number, _I64(256)))
-            for i in range(4):
-                for j, weights in enumerate(unpack(_moved(b, place, 64 * i))):
-                    for row, own in enumerate(x_rows):
-                        there = _moved(b, b.add(own, x_offset), 8 * i + 4 * j)
-                        four = b.bitcast(_spread(b, there, _I32, _HALF_OUTPUTS), small)
-                        for half in halves:
-                            name = "llvm.x86.avx2.pmadd.ub.sw"
-                            product = _call(b, name, words, weights[half], four)
-                            known = sums.get((row, half))
-                            sums[row, half] = b.add(known, product) if known else product
-            own_groups = b.add(groups, b.mul(number, _I64(64)))
-            for half in halves:
-                steps, bases = (
-                    b.fpext(
-                        _load(
-                            b,
-                            _moved(b, own_groups, 32 * i + 16 * half),
-                            _vector(ir.HalfType(), _HALF_OUTPUTS),
-                        ),
-                        real,
+    def unpack(self, places: list[ir.Value]) -> list[list[ir.Value]]:
+        """Of 64 bytes of each strip: inputs 8i .. 8i + 3, then the next four, for all parts."""
+        b, low = self.b, constant(_I8, 4 * self.lanes, 15)
+        both = [load(b, moved(b, places[strip], 4 * i), self.small) for strip, i in self.parts]
+        four = constant(_I16, 2 * self.lanes, 4)
+        shifted = [b.bitcast(b.lshr(b.bitcast(v, self.words), four), self.small) for v in both]
+        return [[b.and_(value, low) for value in values] for values in (both, shifted)]
+
+    def sum(self, known: ir.Value | None, weights: ir.Value, four: ir.Value) -> ir.Value:
+        four = self.b.bitcast(four, self.small)
+        product = call(self.b, "llvm.x86.avx2.pmadd.ub.sw", self.words, weights, four)
+        return self.b.add(known, product) if known else product
+
+    def finish(self, total: ir.Value) -> ir.Value:
+        ones = constant(_I16, 2 * self.lanes, 1)
+        return call(self.b, "llvm.x86.avx2.pmadd.wd", self.whole, total, ones)
+
+
+class _HalvesOf512(_Halves):
+    strips = 2
+    lanes = _OUTPUTS
+
+    def sum(self, known: ir.Value | None, weights: ir.Value, four: ir.Value) -> ir.Value:
+        known, weights = known or ir.Constant(self.whole, None), self.b.bitcast(weights, self.whole)
+        return call(self.b, "llvm.x86.avx512.vpdpbusd.512", self.whole, known, weights, four)
+
+    def finish(self, total: ir.Value) -> ir.Value:
+        return total
+
+
+def _halves_intrinsic(how: type[_Halves]) -> Any:
+    def make(b, rows, x, x_stride, scales, totals, stride, w, w_stride, groups, g_stride, num, out):
+        halves = how(b)
+        real, parts, lanes = halves.real, halves.parts, halves.lanes
+        w_strips = places(b, w, w_stride, halves.strips)
+        group_strips = places(b, groups, g_stride, halves.strips)
+
+        def case(num_rows):
+            x_rows, scale_rows, total_rows = (
+                places(b, place, step, num_rows)
+                for place, step in ((x, x_stride), (scales, stride), (totals, stride))
+            )
+
+            def turn(number, results):
+                results, sums = list(results), {}
+                x_offset, offset = b.mul(number, _I64(32)), b.mul(number, _I64(4))
+                w_offset, g_offset = b.mul(number, _I64(256)), b.mul(number, _I64(64))
+                for i in range(4):
+                    places = [moved(b, b.add(place, w_offset), 64 * i) for place in w_strips]
+                    for j, weights in enumerate(halves.unpack(places)):
+                        for row, own in enumerate(x_rows):
+                            there = moved(b, b.add(own, x_offset), 8 * i + 4 * j)
+                            four = spread(b, there, _I32, lanes)
+                            for part, this in enumerate(weights):
+                                known = sums.get((row, part))
+                                sums[row, part] = halves.sum(known, this, four)
+                for part, (strip, first) in enumerate(parts):
+                    own = moved(b, b.add(group_strips[strip], g_offset), 2 * first)
+                    steps, bases = (
+                        b.fpext(load(b, moved(b, own, 32 * i), vector(ir.HalfType(), lanes)), real)
+                        for i in range(2)
                     )
-                    for i in range(2)
-                )
-                for row in range(num_rows):
-                    n = row * 2 + half
-                    name = "llvm.x86.avx2.pmadd.wd"
-                    total = b.sitofp(_call(b, name, whole, sums[row, half], ones), real)
-                    scale = _spread(b, b.add(scale_rows[row], offset), _F32, _HALF_OUTPUTS)
-                    results[n] = _fused(b, b.fmul(total, scale), steps, results[n])
-                    x_total = _spread(b, b.add(total_rows[row], offset), _F32, _HALF_OUTPUTS)
-                    results[n] = _fused(b, x_total, bases, results[n])
-            return results
+                    for row in range(num_rows):
+                        n = row * len(parts) + part
+                        total = b.sitofp(halves.finish(sums[row, part]), real)
+                        scale = spread(b, b.add(scale_rows[row], offset), _F32, lanes)
+                        results[n] = fused(b, b.fmul(total, scale), steps, results[n])
+                        x_total = spread(b, b.add(total_rows[row], offset), _F32, lanes)
+                        results[n] = fused(b, x_total, bases, results[n])
+                return results
 
-        zeros = [ir.Constant(real, None)] * (num_rows * 2)
-        for n, value in enumerate(_repeat(b, num_groups, zeros, turn)):
-            _store(b, _moved(b, out, n * 32), value)
+            zeros = [ir.Constant(real, None)] * (num_rows * len(parts))
+            for n, value in enumerate(repeat(b, num, zeros, turn)):
+                store(b, moved(b, out, n * 4 * lanes), value)
 
-    return _emit(types.void(rows, *[_PLACE] * 9), make)
+        by_rows(b, rows, range(1, MOST_HALVES_ROWS + 1), case)
+
+    @intrinsic
+    def multiply(
+        typing_context,
+        rows,
+        x,
+        x_stride,
+        scales,
+        totals,
+        stride,
+        w,
+        w_stride,
+        groups,
+        groups_stride,
+        num_groups,
+        out,
+    ):
+        """out [rows, strips, 16] float32: the groups' sums of int4_linear.py, added up by the same
+        steps as there. x int8, x_stride bytes a row; scales and totals of its groups, `stride`
+        bytes a row; w and groups of strips of 16 outputs. At most MOST_HALVES_ROWS rows.
+        """
+        return emit(types.void(*[_PLACE] * 12), make)
+
+    return multiply
+
+
+multiply_halves = _halves_intrinsic(_Halves)
+multiply_halves_512 = _halves_intrinsic(_HalvesOf512)

@@ -25,7 +25,7 @@ F32 = np.float32(0)
 U8 = np.uint8(0)
 
 FEW_ROWS = 8  # up to here vectors are faster than tiles, which unpack to memory first
-BLOCK_ROWS = 4  # that are computed together with AVX2
+BLOCK_ROWS = blocks.MOST_HALVES_ROWS  # that vectors compute together
 CACHED_BYTES = 256 << 10  # of unpacked weights that stay in a second-level cache while rows pass by
 _TILE = 1024  # bytes
 
@@ -66,14 +66,15 @@ def _bases(a, strip, g):
 
 
 @njit(error_model="numpy")
-def _finish(a, first, rows, strip, results):
-    """y [first : first + rows, 16 outputs], once all groups are in. (Until then they are collected
-    in scratch, because the rows of y may all lie in one set of the cache.)
+def _finish(a, first, rows, strip, results, step):
+    """y [first : first + rows, 16 outputs], once all groups are in: results of a row, `step` bytes
+    after those of the one before. (Until then they are collected in scratch, because the rows of y
+    may all lie in one set of the cache.)
     """
     n = strip * COLUMNS
     scales = vectors.load_real(a.scales + n * 4)
     for t in range(rows):
-        y = vectors.multiply(vectors.load_real(results + t * 64), scales)
+        y = vectors.multiply(vectors.load_real(results + t * step), scales)
         if a.bias:
             y = vectors.add(y, vectors.load_real(a.bias + n * 4))
         vectors.store(a.y + ((first + t) * a.outer + n) * 4, y)
@@ -89,36 +90,6 @@ def _unpack(packed, out, count):
             whole[i, 0, j] = halves[i, j] & np.uint8(15)
         for j in range(64):
             whole[i, 1, j] = halves[i, j] >> np.uint8(4)
-
-
-@njit(error_model="numpy")
-def _vector_rows(a, first, rows, strip, results):
-    """16 outputs for a few rows. A group's weights are unpacked into eight registers."""
-    num_groups = a.inner // GROUP
-    for t in range(rows):
-        vectors.store(results + t * 64, vectors.zeros())
-    for g in range(num_groups):
-        packed = a.weight + (strip * num_groups + g) * 256
-        p0, p1 = vectors.load(packed), vectors.load(packed + 64)
-        p2, p3 = vectors.load(packed + 128), vectors.load(packed + 192)
-        w0, w1, w2, w3 = vectors.low(p0), vectors.high(p0), vectors.low(p1), vectors.high(p1)
-        w4, w5, w6, w7 = vectors.low(p2), vectors.high(p2), vectors.low(p3), vectors.high(p3)
-        steps, bases = _steps(a, strip, g), _bases(a, strip, g)
-        for t in range(rows):
-            x = a.x + (first + t) * a.inner + g * GROUP
-            even = vectors.add_products(vectors.zeros(), w0, vectors.broadcast(x))
-            odd = vectors.add_products(vectors.zeros(), w1, vectors.broadcast(x + 4))
-            even = vectors.add_products(even, w2, vectors.broadcast(x + 8))
-            odd = vectors.add_products(odd, w3, vectors.broadcast(x + 12))
-            even = vectors.add_products(even, w4, vectors.broadcast(x + 16))
-            odd = vectors.add_products(odd, w5, vectors.broadcast(x + 20))
-            even = vectors.add_products(even, w6, vectors.broadcast(x + 24))
-            odd = vectors.add_products(odd, w7, vectors.broadcast(x + 28))
-            y, sums = vectors.load_real(results + t * 64), vectors.add(even, odd)
-            own = ((first + t) * num_groups + g) * 4
-            y = _add_group(y, sums, steps, bases, a.row_scales + own, a.totals + own)
-            vectors.store(results + t * 64, y)
-    _finish(a, first, rows, strip, results)
 
 
 @njit(error_model="numpy")
@@ -152,7 +123,7 @@ def _tile_rows(a, first, rows, strip, weights, scratch):
             y = _add_group(y, sums1, steps1, bases1, a.row_scales + own + 4, a.totals + own + 4)
             vectors.store(results + place, y)
             own += num_groups * 4
-    _finish(a, first, rows, strip, results)
+    _finish(a, first, rows, strip, results, 64)
 
 
 @njit(error_model="numpy")
@@ -176,9 +147,9 @@ def _plain_group(x, packed):
     total = vectors.zeros()
     for i in range(GROUP // 8):
         both, four = vectors.load(packed + i * 64), vectors.broadcast(x + i * 8)
-        total = vectors.add_products_anywhere(total, vectors.low(both), four)
+        total = vectors.add_products(total, vectors.low(both), four)
         four = vectors.broadcast(x + i * 8 + 4)
-        total = vectors.add_products_anywhere(total, vectors.high(both), four)
+        total = vectors.add_products(total, vectors.high(both), four)
     return total
 
 
@@ -194,7 +165,7 @@ def _plain_rows(a, first, rows, strip, results):
             y = _add_group(y, sums, steps, bases, a.row_scales + own, a.totals + own)
             own += 4
         vectors.store(results + t * 64, y)
-    _finish(a, first, rows, strip, results)
+    _finish(a, first, rows, strip, results, 64)
 
 
 @njit(error_model="numpy")
@@ -206,25 +177,57 @@ def _work(a, chunk, chunks):
 
 
 @njit(error_model="numpy")
-def _vector_linear(a, rows, first, last, scratch):
-    for strip in range(first, last):
-        for t in range(0, rows, FEW_ROWS):
-            _vector_rows(a, t, min(rows - t, FEW_ROWS), strip, scratch)
+def _block_512(a, t, here, strip, results):
+    """Rows t .. t + here by two strips."""
+    num_groups = a.inner // GROUP
+    own, each = t * num_groups * 4, num_groups * 4
+    blocks.multiply_halves_512(
+        here,
+        a.x + t * a.inner,
+        a.inner,
+        a.row_scales + own,
+        a.totals + own,
+        each,
+        a.weight + strip * num_groups * 256,
+        num_groups * 256,
+        a.groups + strip * num_groups * 64,
+        num_groups * 64,
+        num_groups,
+        results,
+    )
+    _finish(a, t, here, strip, results, 128)
+    _finish(a, t, here, strip + 1, results + 64, 128)
+
+
+@njit(error_model="numpy")
+def _vector_linear(a, rows, chunk, chunks, scratch):
+    pairs, some = a.outer // (2 * COLUMNS), max(1, CACHED_BYTES // (a.inner * 2 * COLUMNS))
+    first, last = pairs * chunk // chunks, pairs * (chunk + 1) // chunks
+    while first < last:
+        end = min(first + some, last)
+        t, left = 0, -(-rows // BLOCK_ROWS)
+        while left:
+            here = -(-(rows - t) // left)
+            for pair in range(first, end):
+                _block_512(a, t, here, 2 * pair, scratch)
+            t += here
+            left -= 1
+        first = end
 
 
 def _int4_tile_linear(p, chunk, chunks):
     a = carray(p, 1)[0]
     rows, first, last, scratch = _work(a, chunk, chunks)
     if rows <= FEW_ROWS:
-        _vector_linear(a, rows, first, last, scratch)
+        _vector_linear(a, rows, chunk, chunks, scratch)
     else:
         _tile_linear(a, rows, first, last, scratch)
 
 
 def _int4_vector_linear(p, chunk, chunks):
     a = carray(p, 1)[0]
-    rows, first, last, scratch = _work(a, chunk, chunks)
-    _vector_linear(a, rows, first, last, scratch)
+    rows, _, _, scratch = _work(a, chunk, chunks)
+    _vector_linear(a, rows, chunk, chunks, scratch)
 
 
 def _int4_plain_linear(p, chunk, chunks):
@@ -237,19 +240,24 @@ def _int4_plain_linear(p, chunk, chunks):
 
 @njit(error_model="numpy")
 def _block(a, t, here, strip, results):
-    x, stride, num_groups = a.x + t * a.inner, a.inner, a.inner // GROUP
-    own = t * num_groups * 4
-    scales, totals, each = a.row_scales + own, a.totals + own, num_groups * 4
-    w, groups = a.weight + strip * num_groups * 256, a.groups + strip * num_groups * 64
-    if here == 1:
-        blocks.multiply_halves(1, x, stride, scales, totals, each, w, groups, num_groups, results)
-    elif here == 2:
-        blocks.multiply_halves(2, x, stride, scales, totals, each, w, groups, num_groups, results)
-    elif here == 3:
-        blocks.multiply_halves(3, x, stride, scales, totals, each, w, groups, num_groups, results)
-    else:
-        blocks.multiply_halves(4, x, stride, scales, totals, each, w, groups, num_groups, results)
-    _finish(a, t, here, strip, results)
+    """Rows t .. t + here by a strip."""
+    num_groups = a.inner // GROUP
+    own, each = t * num_groups * 4, num_groups * 4
+    blocks.multiply_halves(
+        here,
+        a.x + t * a.inner,
+        a.inner,
+        a.row_scales + own,
+        a.totals + own,
+        each,
+        a.weight + strip * num_groups * 256,
+        0,
+        a.groups + strip * num_groups * 64,
+        0,
+        num_groups,
+        results,
+    )
+    _finish(a, t, here, strip, results, 64)
 
 
 def _int4_block_linear(p, chunk, chunks):

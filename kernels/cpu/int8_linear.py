@@ -162,7 +162,7 @@ def _plain(x, w, results, inner):
     total = vectors.zeros()
     for k in range(0, inner, 4):
         weights, four = vectors.load(w + k * 16), vectors.broadcast(x + k)
-        total = vectors.add_products_anywhere(total, weights, four)
+        total = vectors.add_products(total, weights, four)
     vectors.store(results, total)
 
 

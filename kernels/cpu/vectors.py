@@ -3,8 +3,7 @@ LLVM's own vectoriser doesn't find it.
 
 `Whole` (int32) and `Real` (float32) are numba types. Python compiled by numba can hold them in
 variables and pass them to these functions, no more. LLVM makes them of whatever registers a
-processor has: one of AVX-512, four of NEON. `add_products` alone needs an instruction of its own
-(x86 with VNNI); `add_products_anywhere` is the same by plain arithmetic.
+processor has: one of AVX-512, four of NEON.
 """
 
 from __future__ import annotations
@@ -275,15 +274,10 @@ def high(typing_context, halves):
 
 @intrinsic
 def add_products(typing_context, total, unsigned, signed):
-    """total + the sum of four products in each lane, of unsigned bytes by signed bytes."""
-    name = "llvm.x86.avx512.vpdpbusd.512"
-    return _simple(
-        whole(whole, whole, whole), lambda builder, *args: _call(builder, name, _WHOLE, *args)
-    )
+    """total + the sum of four products in each lane, of unsigned bytes by signed bytes. Plain
+    arithmetic: blocks.py has the instructions for it.
+    """
 
-
-@intrinsic
-def add_products_anywhere(typing_context, total, unsigned, signed):
     def make(builder, total, unsigned, signed):
         for place in range(4):
             u = builder.and_(builder.lshr(unsigned, _each(8 * place)), _each(255))
