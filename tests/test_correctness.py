@@ -145,7 +145,7 @@ def test_without_prefix_caching(prompts, reference):
 
 
 @pytest.mark.parametrize(
-    "chunk", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 512))]
+    "chunk", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 256))]
 )
 def test_chunked_prefill(half, chunk):
     prompts, reference = half
