@@ -123,7 +123,7 @@ def multiply_elements(
 
     def multiply(b, num_rows, num_strips, x_rows, w_strips, w_step, inputs, y_rows):
         parts = [(strip, i) for strip in range(num_strips) for i in range(0, _OUTPUTS, lanes)]
-        places = [moved(b, own, strip * 64 + 4 * i) for own in y_rows for strip, i in parts]
+        targets = [moved(b, own, strip * 64 + 4 * i) for own in y_rows for strip, i in parts]
 
         def turn(number, sums):
             x_offset, w_offset = b.mul(number, _I64(_bytes(x_like))), b.mul(number, w_step)
@@ -150,8 +150,10 @@ def multiply_elements(
                     sums[n] = fused(b, this, other, sums[n])
             return sums
 
-        starts = [load(b, place, real) if does_add else ir.Constant(real, None) for place in places]
-        for place, value in zip(places, repeat(b, inputs, starts, turn), strict=True):
+        starts = [
+            load(b, place, real) if does_add else ir.Constant(real, None) for place in targets
+        ]
+        for place, value in zip(targets, repeat(b, inputs, starts, turn), strict=True):
             store(b, place, value)
 
     def make(
@@ -338,10 +340,10 @@ class _Halves:
         self.small, self.words = vector(_I8, 4 * self.lanes), vector(_I16, 2 * self.lanes)
         self.parts = [(s, i) for s in range(self.strips) for i in range(0, _OUTPUTS, self.lanes)]
 
-    def unpack(self, places: list[ir.Value]) -> list[list[ir.Value]]:
+    def unpack(self, strips: list[ir.Value]) -> list[list[ir.Value]]:
         """Of 64 bytes of each strip: inputs 8i .. 8i + 3, then the next four, for all parts."""
         b, low = self.b, constant(_I8, 4 * self.lanes, 15)
-        both = [load(b, moved(b, places[strip], 4 * i), self.small) for strip, i in self.parts]
+        both = [load(b, moved(b, strips[strip], 4 * i), self.small) for strip, i in self.parts]
         four = constant(_I16, 2 * self.lanes, 4)
         shifted = [b.bitcast(b.lshr(b.bitcast(v, self.words), four), self.small) for v in both]
         return [[b.and_(value, low) for value in values] for values in (both, shifted)]
@@ -386,8 +388,8 @@ def _halves_intrinsic(how: type[_Halves]) -> Any:
                 x_offset, offset = b.mul(number, _I64(32)), b.mul(number, _I64(4))
                 w_offset, g_offset = b.mul(number, _I64(256)), b.mul(number, _I64(64))
                 for i in range(4):
-                    places = [moved(b, b.add(place, w_offset), 64 * i) for place in w_strips]
-                    for j, weights in enumerate(halves.unpack(places)):
+                    here = [moved(b, b.add(place, w_offset), 64 * i) for place in w_strips]
+                    for j, weights in enumerate(halves.unpack(here)):
                         for row, own in enumerate(x_rows):
                             there = moved(b, b.add(own, x_offset), 8 * i + 4 * j)
                             four = spread(b, there, _I32, lanes)
