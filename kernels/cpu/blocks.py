@@ -371,7 +371,7 @@ class _HalvesOf512(_Halves):
 
 
 def _halves_intrinsic(how: type[_Halves]) -> Any:
-    def make(b, rows, x, x_stride, scales, totals, stride, w, w_stride, groups, g_stride, num, out):
+    def make(b, rows, out, x, x_stride, scales, totals, stride, w, w_stride, groups, g_stride, num):
         halves = how(b)
         real, parts, lanes = halves.real, halves.parts, halves.lanes
         w_strips = places(b, w, w_stride, halves.strips)
@@ -421,6 +421,7 @@ def _halves_intrinsic(how: type[_Halves]) -> Any:
     def multiply(
         typing_context,
         rows,
+        out,
         x,
         x_stride,
         scales,
@@ -431,7 +432,6 @@ def _halves_intrinsic(how: type[_Halves]) -> Any:
         groups,
         groups_stride,
         num_groups,
-        out,
     ):
         """out [rows, strips, 16] float32: the groups' sums of int4_linear.py, added up by the same
         steps as there. x int8, x_stride bytes a row; scales and totals of its groups, `stride`

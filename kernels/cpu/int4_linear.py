@@ -177,24 +177,28 @@ def _work(a, chunk, chunks):
 
 
 @njit(error_model="numpy")
-def _block_512(a, t, here, strip, results):
-    """Rows t .. t + here by two strips."""
+def _operands(a, t, strip):
+    """What blocks.multiply_halves reads from row t and this strip on."""
     num_groups = a.inner // GROUP
-    own, each = t * num_groups * 4, num_groups * 4
-    blocks.multiply_halves_512(
-        here,
+    own = t * num_groups * 4
+    return (
         a.x + t * a.inner,
         a.inner,
         a.row_scales + own,
         a.totals + own,
-        each,
+        num_groups * 4,
         a.weight + strip * num_groups * 256,
         num_groups * 256,
         a.groups + strip * num_groups * 64,
         num_groups * 64,
         num_groups,
-        results,
     )
+
+
+@njit(error_model="numpy")
+def _block_512(a, t, here, strip, results):
+    """Rows t .. t + here by two strips."""
+    blocks.multiply_halves_512(here, results, *_operands(a, t, strip))
     _finish(a, t, here, strip, results, 128)
     _finish(a, t, here, strip + 1, results + 64, 128)
 
@@ -241,22 +245,7 @@ def _int4_plain_linear(p, chunk, chunks):
 @njit(error_model="numpy")
 def _block(a, t, here, strip, results):
     """Rows t .. t + here by a strip."""
-    num_groups = a.inner // GROUP
-    own, each = t * num_groups * 4, num_groups * 4
-    blocks.multiply_halves(
-        here,
-        a.x + t * a.inner,
-        a.inner,
-        a.row_scales + own,
-        a.totals + own,
-        each,
-        a.weight + strip * num_groups * 256,
-        0,
-        a.groups + strip * num_groups * 64,
-        0,
-        num_groups,
-        results,
-    )
+    blocks.multiply_halves(here, results, *_operands(a, t, strip))
     _finish(a, t, here, strip, results, 64)
 
 
