@@ -9,21 +9,11 @@ import subprocess
 from typing import Any
 
 import pytest
+from no_model import SPEC
 
 from ringcast.actors.connection import EngineConnection
-from ringcast.mq.config import EngineConfig, ModelSpec
+from ringcast.mq.config import EngineConfig
 from ringcast.mq.errors import EngineDeadError
-
-SPEC = ModelSpec(
-    name="m",
-    path="",
-    tokenizer_path="",
-    architecture="",
-    vocab_size=9,
-    max_model_len=9,
-    eos_token_ids=[],
-    hf_config={},
-)
 
 
 def test_nothing_is_left_of_a_process_that_cannot_be_started(

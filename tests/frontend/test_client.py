@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from no_model import SPEC
 
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.mailbox import Mailbox
@@ -33,16 +34,6 @@ from ringcast.mq.messages import (
 from ringcast.mq.sampling_params import SamplingParams
 
 PROMPT = TextPrompt("hi")
-SPEC = ModelSpec(
-    name="m",
-    path="",
-    tokenizer_path="",
-    architecture="",
-    vocab_size=9,
-    max_model_len=9,
-    eos_token_ids=[],
-    hf_config={},
-)
 
 
 class Recorder:

@@ -14,12 +14,12 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from no_model import SPEC
 
 from ringcast.frontend.client import EngineClient
 from ringcast.frontend.handle import PROOF_TOKENS, RequestHandle
 from ringcast.frontend.mailbox import Mailbox
 from ringcast.mq import codec
-from ringcast.mq.config import ModelSpec
 from ringcast.mq.errors import PoisonousRequestError, RingcastError
 from ringcast.mq.messages import (
     Abort,
@@ -46,16 +46,6 @@ OUTPUTS = {
     "raw deltas": OutputSpec(client=0, delta=True),
     "chat": OutputSpec(client=0, form="chat", delta=True),
 }
-SPEC = ModelSpec(
-    name="m",
-    path="",
-    tokenizer_path="",
-    architecture="",
-    vocab_size=9,
-    max_model_len=9,
-    eos_token_ids=[],
-    hf_config={},
-)
 BAD = TextPrompt("refused")
 
 

@@ -13,29 +13,20 @@ The marks around all calls may be missing.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from .parser import Grammar
-from .tool_parser import ToolParser, is_object
+from .tool_parser import MarkedCallParser, is_object
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 
 
-class DeepSeekV3Parser(ToolParser):
+class DeepSeekV3Parser(MarkedCallParser):
     markers = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
     begins = (_CALLS, _CALL)
     fillers = (_CALL_END, _CALLS_END)
 
-    def _parse(self) -> Grammar[NoReturn]:
-        again, called = "", False
-        while True:
-            mark = yield from self._find(again, first=called)
-            called = yield from self._function(mark)
-            again = "" if called else self._undo()
-
-    def _function(self, mark: str) -> Grammar[bool]:
+    def _call_behind(self, mark: str) -> Grammar[bool]:
         """A name and its arguments; whether they are a call."""
         if mark == _CALLS and not (yield from self._tag(_CALL)):
             return False

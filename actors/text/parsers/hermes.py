@@ -9,20 +9,14 @@ for each call, anywhere in the text. A call counts as soon as its object is comp
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from .parser import Grammar
-from .tool_parser import ToolParser
+from .tool_parser import MarkedCallParser
 
 
-class HermesParser(ToolParser):
+class HermesParser(MarkedCallParser):
     markers = ("<tool_call>", "</tool_call>")
     begins = ("<tool_call>",)
     fillers = ("</tool_call>",)
 
-    def _parse(self) -> Grammar[NoReturn]:
-        again, called = "", False
-        while True:
-            yield from self._find(again, first=called)
-            called = self._read((yield from self._object()))
-            again = "" if called else self._undo()
+    def _call_behind(self, mark: str) -> Grammar[bool]:
+        return self._read((yield from self._object()))

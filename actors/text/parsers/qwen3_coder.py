@@ -14,10 +14,8 @@ for each call, anywhere in the text; the outer marks may be missing. A value is 
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from .parser import Grammar
-from .tool_parser import ToolParser
+from .tool_parser import MarkedCallParser
 from .typed_values import quoted, to_json
 
 _CALL, _END = "<tool_call>", "</tool_call>"
@@ -25,20 +23,13 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-class Qwen3CoderParser(ToolParser):
+class Qwen3CoderParser(MarkedCallParser):
     markers = (_CALL, _END)
     begins = (_CALL, _FUNCTION)
     fillers = (_END,)
     typed = True
 
-    def _parse(self) -> Grammar[NoReturn]:
-        again, called = "", False
-        while True:
-            mark = yield from self._find(again, first=called)
-            called = yield from self._function(mark)
-            again = "" if called else self._undo()
-
-    def _function(self, mark: str) -> Grammar[bool]:
+    def _call_behind(self, mark: str) -> Grammar[bool]:
         """A name and its parameters; whether they are a call."""
         if mark == _CALL and not (yield from self._tag(_FUNCTION)):
             return False

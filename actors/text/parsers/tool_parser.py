@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
-from .parser import Parser, ToolCallArguments, ToolCallStart
+from .parser import Grammar, Parser, ToolCallArguments, ToolCallStart
 
 Types = dict[str, dict[str, list[str]]]
 
@@ -52,6 +53,21 @@ class ToolParser(Parser):
         if call is not None:
             self._call(*call)
         return call is not None
+
+
+class MarkedCallParser(ToolParser):
+    """Calls that stand behind one of `begins`, anywhere in the text."""
+
+    def _parse(self) -> Grammar[NoReturn]:
+        again, called = "", False
+        while True:
+            mark = yield from self._find(again, first=called)
+            called = yield from self._call_behind(mark)
+            again = "" if called else self._undo()
+
+    @abstractmethod
+    def _call_behind(self, mark: str) -> Grammar[bool]:
+        """Whether what comes is a call; it has been returned (`_call`) then."""
 
 
 def is_object(text: str) -> bool:

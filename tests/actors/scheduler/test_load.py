@@ -1,25 +1,15 @@
 """What a replica reports of its load, and when."""
 
 import pytest
+from no_model import SPEC
 
 from ringcast.actors.core import PeerAdded, PeerLost
 from ringcast.actors.scheduler.core import SchedulerCore
 from ringcast.actors.scheduler.load import REPORT_SECONDS, LoadReports
 from ringcast.mq import codec
-from ringcast.mq.config import EngineConfig, ModelSpec
+from ringcast.mq.config import EngineConfig
 from ringcast.mq.messages import AbortRequest, AddRequest, Load, OutputSpec
 from ringcast.mq.sampling_params import SamplingParams
-
-SPEC = ModelSpec(
-    name="m",
-    path="",
-    tokenizer_path="",
-    architecture="",
-    vocab_size=9,
-    max_model_len=9,
-    eos_token_ids=[],
-    hf_config={},
-)
 
 
 def test_only_changes_are_said():
